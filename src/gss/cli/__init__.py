@@ -1,0 +1,58 @@
+"""The `gss` command: each subcommand parses, calls one function of the library and prints what it returns.
+
+Nothing heavy is imported here or at the top of the command modules, so that `gss --help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gss.cli import data, models
+
+app = typer.Typer(
+    name="gss",
+    help="Long-range language models built on Gated State Spaces.",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from gss import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Long-range language models built on Gated State Spaces."""
+
+
+models.register(app)
+data.register(app)
+
+
+def main() -> None:
+    """Run the command; what the user can put right is one line on stderr and exit status 1, never a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
+        sys.exit(1)
+
+
+def _plain(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(str(error) or type(error).__name__)
