@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import data, models
+from gss.cli import bench, data, models
 
 app = typer.Typer(
     name="gss",
@@ -41,6 +41,7 @@ def _options(
 
 models.register(app)
 data.register(app)
+bench.register(app)
 
 
 def main() -> None:
