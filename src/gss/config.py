@@ -1,0 +1,234 @@
+"""Configurations: frozen dataclasses that refuse what cannot work, and the ways in and out of them.
+
+A config comes from a preset, a TOML file, a dictionary or `key=value` overrides with dotted keys, and goes out as
+plain data. This module imports no torch, so that a command line can check its arguments at once.
+"""
+
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+LayerKind = Literal["gss", "dss", "attention"]
+Activation = Literal["gelu", "relu2", "swish"]
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpaceConfig:
+    """A diagonal state space: its size, its discretisation and how its parameters start."""
+
+    modes: int = 512
+    """N, complex modes a channel."""
+    discretization: Literal["zoh", "bilinear"] = "zoh"
+    """Zero-order hold (the paper) or the bilinear transform (tried there, little difference)."""
+    imaginary: Literal["exp", "plain"] = "exp"
+    """Whether the stored imaginary part is exponentiated (the paper's code) or used as it is (DSS, S4D)."""
+    step_range: tuple[float, float] | None = None
+    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: a learned Δ a channel, which
+    starts log-uniform in it (DSS: 0.001 to 0.1)."""
+    decay_init: Literal["log_uniform", "log_normal", "mixed"] = "log_uniform"
+    """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
+    decay_range: tuple[float, float] = (1e-3, 1.0)
+    """Range of −Re λ at the start, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
+    frequency_init: Literal["log_normal", "log_uniform", "linear", "skew_hippo"] = "log_normal"
+    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; 2π(n+½)/N; or Skew-HiPPO's (DSS)."""
+    frequency_range: tuple[float, float] = (1e-4, 3.14159)
+    """Range of Im λ at the start for the log-uniform choice, in radians a token."""
+    readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
+    """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
+    with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_positive(self, "modes")
+        for name in ("decay_range", "frequency_range", "step_range"):
+            bounds = getattr(self, name)
+            if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1]):
+                raise ValueError(f"{name} must be two numbers with 0 < low <= high, not {bounds!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Self-attention of a Transformer block."""
+
+    heads: int = 8
+    """Number of heads."""
+    head_width: int | None = None
+    """Width of a head. None: the model's width ÷ heads, which must divide it."""
+    chunk: int | None = None
+    """None: causal over the whole sequence. A number: the sequence is cut into independent chunks of that many
+    tokens, counted from its start (the hybrid's 512)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "heads")
+        for name in ("head_width", "chunk"):
+            if getattr(self, name) is not None:
+                _check_positive(self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A language model: embedding, the layers of `pattern`, a norm, and the embedding again as the head."""
+
+    vocab_size: int = 32_000
+    """Number of token ids."""
+    width: int = 1024
+    """E, width of the residual stream."""
+    depth: int = 16
+    """Number of layers."""
+    pattern: tuple[LayerKind, ...] = ("gss",)
+    """Kinds of the first layers; repeated until `depth` layers are named. The hybrid is
+    ("gss", "attention", "gss", "gss"): attention at layers 2, 6, 10, …"""
+    gate_width: int = 4096
+    """F, width of a GSS layer's gate."""
+    channels: int = 256
+    """H, channels of a GSS layer's state space. (A DSS layer's has `width` channels.)"""
+    dss_mixers: int = 2
+    """State-space sublayers in a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 is the
+    literal reading of its text."""
+    feedforward_width: int = 4096
+    """Hidden width of the feed-forward in DSS and Transformer blocks."""
+    activation: Activation = "gelu"
+    """φ of the GSS layer, and the feed-forwards' activation."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of every norm: with scale and bias, or with scale alone."""
+    norm_epsilon: float = 1e-6
+    """Added to the variance in every norm."""
+    bias: bool = True
+    """Whether dense layers have biases."""
+    positions: Literal["none", "sinusoidal"] = "none"
+    """Position signal added to the embedding: none (state spaces know order) or sinusoidal (pure Transformer)."""
+    state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
+    """The state space of GSS and DSS layers."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """The attention of Transformer blocks."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_positive(
+            self, "vocab_size", "width", "depth", "gate_width", "channels", "dss_mixers", "feedforward_width"
+        )
+        if not self.pattern:
+            raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"norm_epsilon must be over 0, not {self.norm_epsilon!r}")
+        if self.attention.head_width is None and self.width % self.attention.heads:
+            raise ValueError(
+                f"{self.attention.heads} heads do not divide a width of {self.width}: "
+                "change attention.heads, or set attention.head_width"
+            )
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ValueError(f"sinusoidal positions need an even width, not {self.width}")
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, first to last."""
+        repeats = -(-self.depth // len(self.pattern))
+        return (self.pattern * repeats)[: self.depth]
+
+
+def from_mapping(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """A config of class `kind` from plain data (parsed TOML or JSON); nested tables become nested configs."""
+    return override(kind(), values)
+
+
+def from_toml(kind: type[Config], path: str | Path) -> Config:
+    """A config of class `kind` from a TOML file."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    return from_mapping(kind, values)
+
+
+def override(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with some fields replaced; keys may be dotted, and nested mappings reach nested configs."""
+    assert is_dataclass(config)
+    assert not isinstance(config, type)
+    kinds = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if name not in kinds:
+            raise ValueError(f"{type(config).__name__} has no field {name!r}; it has: {', '.join(kinds)}")
+        current = changes.get(name, getattr(config, name))
+        if is_dataclass(current) and not isinstance(value, type(current)):
+            nested = {rest: value} if rest else value
+            if not isinstance(nested, Mapping):
+                raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
+            changes[name] = override(current, nested)
+        elif rest:
+            raise ValueError(f"{name} has no field {rest!r}: it is a single value")
+        else:
+            changes[name] = _coerce(name, value, kinds[name])
+    return replace(config, **changes)
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """`key=value` strings as a mapping; values in TOML's syntax (512, 1e-3, true, [1, 2], "text"), else as text."""
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not (equals and key.strip()):
+            raise ValueError(f"{assignment!r} is not of the form key=value")
+        try:
+            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The config as plain data, ready for JSON: the inverse of `from_mapping`."""
+    return _plain(asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _coerce(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type, so that lists from TOML become tuples and "none" clears an optional field."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or value == "none":
+            return None
+        return _coerce(name, value, next(a for a in arguments if a is not type(None)))
+    if origin is Literal:
+        return value  # __post_init__ names the choices
+    if origin is tuple:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} must be a list, not {value!r}")
+        return tuple(_coerce(name, item, arguments[0]) for item in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def _check_choices(config: Any) -> None:
+    for name, kind in typing.get_type_hints(type(config)).items():
+        many = typing.get_origin(kind) is tuple
+        element = typing.get_args(kind)[0] if many else kind
+        if typing.get_origin(element) is Literal:
+            for value in getattr(config, name) if many else (getattr(config, name),):
+                if value not in typing.get_args(element):
+                    choices = ", ".join(typing.get_args(element))
+                    raise ValueError(f"{name} cannot be {value!r}; choose from: {choices}")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,119 @@
+"""The language model: embedding → the layers that the config names → norm → the embedding again as the head.
+
+One class for every family. It knows tokens, positions and states; what a layer does with them is the layer's.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gss.config import LayerKind, ModelConfig
+from gss.nn.attention import TransformerBlock
+from gss.nn.dense import norm
+from gss.nn.dss import DSSBlock
+from gss.nn.gss import GSSLayer
+from gss.nn.state import ModelState, SequenceLayer
+
+LAYERS: dict[LayerKind, type[SequenceLayer]] = {
+    "gss": GSSLayer,
+    "dss": DSSBlock,
+    "attention": TransformerBlock,
+}
+
+
+class LanguageModel(nn.Module):
+    """Next-token logits for batches of token sequences, whole or in pieces.
+
+    >>> model = gss.build_model(gss.preset("gss-tiny"))
+    >>> logits, state = model(first_tokens)          # [B, L] → [B, L, V]
+    >>> logits, state = model(next_tokens, state)    # goes on where the first piece ended
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)  # N(0, 1), tied to the head
+        self.layers = nn.ModuleList(LAYERS[kind](config) for kind in config.layers)
+        self.norm = norm(config.width, config)
+
+    def forward(
+        self, tokens: Tensor, state: ModelState | None = None, keep_state: bool = True
+    ) -> tuple[Tensor, ModelState | None]:
+        """Logits [B, L, V] for tokens [B, L], and the state after them.
+
+        `state` is what an earlier call returned (None: the start of a sequence). With `keep_state` off no state is
+        computed and None is returned in its place: what training on independent sequences wants.
+        """
+        self._check_tokens(tokens)
+        hidden, state = self.hidden(tokens, state, keep_state)
+        return self.logits(hidden), state
+
+    def hidden(
+        self, tokens: Tensor, state: ModelState | None = None, keep_state: bool = True
+    ) -> tuple[Tensor, ModelState | None]:
+        """The normed activations [B, L, E] under the logits: `logits` of any part of them gives that part's."""
+        position = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
+        if state is not None:
+            self.check_state(state, tokens.shape[0])
+        x = self.embedding(tokens)
+        if self.config.positions == "sinusoidal":
+            x = x + sinusoids(position, tokens.shape[1], self.config.width).to(x.dtype)
+        after = []
+        for i, layer in enumerate(self.layers):
+            x, layer_state = layer(x, None if state is None else state.layers[i], keep_state)
+            after.append(layer_state)
+        return self.norm(x), ModelState(position + tokens.shape[1], tuple(after)) if keep_state else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: [..., E] → [..., V]. The scale keeps logits of order one with an embedding of order one."""
+        return nn.functional.linear(hidden * self.config.width**-0.5, self.embedding.weight)
+
+    def initial_state(self, batch: int) -> ModelState:
+        """The state before any token, for `batch` sequences."""
+        if batch < 1:
+            raise ValueError(f"a batch has at least 1 sequence, not {batch}")
+        position = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
+        return ModelState(position, tuple(layer.initial_state(batch) for layer in self._sequence_layers()))
+
+    def check_state(self, state: ModelState, batch: int) -> None:
+        """Refuse a state of another model or of another number of sequences."""
+        if not isinstance(state, ModelState):
+            raise ValueError(f"the state must be a ModelState (what a call of the model returned), not {type(state)}")
+        if state.batch != batch:
+            raise ValueError(f"the state is of {state.batch} sequences, the input of {batch}: select or join its rows")
+        if len(state.layers) != len(self.layers):
+            raise ValueError(f"the state is another model's: it has {len(state.layers)} layers, not {len(self.layers)}")
+        for layer, layer_state in zip(self._sequence_layers(), state.layers, strict=True):
+            layer.check_state(layer_state, batch)
+
+    def _sequence_layers(self) -> list[SequenceLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have the shape [batch, length], not {list(tokens.shape)}")
+        if tokens.numel() == 0:
+            raise ValueError(f"tokens are empty (shape {list(tokens.shape)}): give at least one sequence and one token")
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < 0 or most >= self.config.vocab_size:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"token id {wrong} is outside the vocabulary of {self.config.vocab_size}: "
+                "is the tokenizer the one this model was built for?"
+            )
+
+
+def sinusoids(first: Tensor, length: int, width: int) -> Tensor:
+    """Position signals [B, L, E] from each row's first position: sines, then cosines, of wavelengths 2π to 2π·10⁴."""
+    positions = first.unsqueeze(1) + torch.arange(length, device=first.device)
+    half = torch.arange(width // 2, dtype=torch.float64, device=first.device)
+    angle = positions.unsqueeze(-1) * torch.exp(-half * (math.log(1e4) / max(width // 2 - 1, 1)))
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def build_model(config: ModelConfig) -> LanguageModel:
+    """A freshly initialised model of any family, in float32 on the default device."""
+    return LanguageModel(config)

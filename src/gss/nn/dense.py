@@ -1,0 +1,50 @@
+"""Norms, activations, dense layers and the feed-forward: the pieces that act on each token alone."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gss.config import Activation, ModelConfig
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu2": _relu_squared,
+    "swish": F.silu,
+}
+
+
+def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1) -> nn.Linear:
+    """A linear layer, Xavier-uniform with zero bias; `blocks` stacks that many such layers in one product."""
+    layer = nn.Linear(inputs, outputs * blocks, bias=config.bias)
+    for block in layer.weight.chunk(blocks):
+        nn.init.xavier_uniform_(block)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def norm(width: int, config: ModelConfig) -> nn.Module:
+    """The config's norm over the last dimension."""
+    kind = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
+    return kind(width, eps=config.norm_epsilon)
+
+
+class FeedForward(nn.Module):
+    """norm → dense → activation → dense, added to its input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = norm(config.width, config)
+        self.inner = dense(config.width, config.feedforward_width, config)
+        self.outer = dense(config.feedforward_width, config.width, config)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.activation(self.inner(self.norm(x))))

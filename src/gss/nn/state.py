@@ -1,0 +1,136 @@
+"""The contract of sequence layers, and the state that it carries.
+
+    y, state = layer(x, state)        # x [B, L, E] for any L ≥ 1; state None means the start of a sequence
+
+A sequence run whole, in pieces of any sizes with the state carried, or token by token gives the same y, and a
+gradient flows through a carried state. States are values: a layer never changes the one it is given, so a state
+can be kept, branched and batched. Rows of a batch are independent and may be at different positions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LayerState = dict[str, Tensor]
+"""Tensors by name, each with the batch first."""
+
+
+class Slot(NamedTuple):
+    """What one tensor of a layer's state looks like."""
+
+    shape: tuple[int | None, ...]
+    """Without the batch; None where the size grows with what has been read (0 at the start)."""
+    integer: bool = False
+    """Whether it counts (int64) instead of holding activations."""
+
+
+class SequenceLayer(nn.Module):
+    """A layer of a language model: maps [B, L, E] to [B, L, E] and carries a state."""
+
+    def state_slots(self) -> dict[str, Slot]:
+        """The tensors of this layer's state."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost)."""
+        raise NotImplementedError
+
+    def initial_state(self, batch: int) -> LayerState:
+        """The state before any token, for `batch` sequences."""
+        parameter = next(self.parameters())
+        return {
+            name: torch.zeros(
+                (batch, *(size or 0 for size in slot.shape)),
+                dtype=torch.int64 if slot.integer else state_dtype(parameter.dtype),
+                device=parameter.device,
+            )
+            for name, slot in self.state_slots().items()
+        }
+
+    def check_state(self, state: LayerState, batch: int) -> None:
+        """Refuse a state that is not this layer's, or not of this batch size."""
+        slots = self.state_slots()
+        if not isinstance(state, dict) or state.keys() != slots.keys():
+            held = ", ".join(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"the state is another model's: expected {', '.join(slots)}, got {held or 'nothing'}")
+        for name, slot in slots.items():
+            tensor = state[name]
+            if tensor.shape[:1] != (batch,):
+                rows = tensor.shape[0] if tensor.ndim else 0
+                raise ValueError(f"the state is of {rows} sequences, the input of {batch}: select or join its rows")
+            sizes = tensor.shape[1:]
+            if len(sizes) != len(slot.shape) or any(
+                want is not None and want != got for want, got in zip(slot.shape, sizes, strict=True)
+            ):
+                raise ValueError(
+                    f"the state is another model's: {name} has shape {list(sizes)} a sequence, expected {list(slot.shape)}"
+                )
+
+
+def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
+    """States are float32, whatever the compute precision, except in float64 models."""
+    return torch.float64 if parameter_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Everything a model remembers of B sequences: enough to go on from there, whatever came before."""
+
+    position: Tensor
+    """[B]: tokens read so far."""
+    layers: tuple[LayerState, ...]
+    """One state a layer, in order."""
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.position.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the tensors take, all sequences together."""
+        return sum(t.nbytes for t in (self.position, *(t for layer in self.layers for t in layer.values())))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
+        """The state with a function applied to every tensor."""
+        layers = tuple({name: function(tensor) for name, tensor in layer.items()} for layer in self.layers)
+        return ModelState(function(self.position), layers)
+
+    def detach(self) -> "ModelState":
+        """The same values, cut off from the graph that made them: where truncated back-propagation stops."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> "ModelState":
+        """The same values on another device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def select(self, rows: Tensor | Sequence[int]) -> "ModelState":
+        """The sequences with these indices, in this order; an index may come twice (a branch)."""
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.position.device)
+        return self.map(lambda tensor: tensor.index_select(0, index))
+
+    @staticmethod
+    def join(states: Sequence["ModelState"]) -> "ModelState":
+        """The sequences of several states of one model as one batch, each at its own position."""
+        if not states:
+            raise ValueError("no states to join: give at least one")
+        layers = tuple(
+            {name: _join([state.layers[i][name] for state in states]) for name in layer}
+            for i, layer in enumerate(states[0].layers)
+        )
+        return ModelState(torch.cat([state.position for state in states]), layers)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate over the batch; what grows with reading (dimension 1 of a key cache) is padded to the longest."""
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [0] * (2 * len(sizes))
+        for dimension, size in enumerate(sizes):
+            missing[2 * (len(sizes) - 1 - dimension) + 1] = size - tensor.shape[dimension + 1]
+        padded.append(torch.nn.functional.pad(tensor, missing) if any(missing) else tensor)
+    return torch.cat(padded)

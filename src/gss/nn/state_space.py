@@ -1,0 +1,131 @@
+"""The diagonal state space: H channels, each a sum of N decaying complex modes, with the ways its modes can start.
+
+In parallel it is a convolution, step by step a recurrence; between the two stands the state, [B, H, N] complex
+numbers stored as real pairs. Parameters are real too: automatic mixed precision, sharding and collectives all
+stumble over complex ones. The arithmetic stays in float32 (or float64) under autocast.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gss.config import StateSpaceConfig
+from gss.nn.state import state_dtype
+from gss.ops.convolution import convolve
+from gss.ops.kernel import discretize, eigenvalues, kernel
+from gss.ops.recurrence import carried_output, final_state, step, transition
+
+
+class DiagonalStateSpace(nn.Module):
+    """y = D·u + K∗u for each of H channels. Every parameter here is a "state-space parameter" to the optimizer."""
+
+    def __init__(self, channels: int, config: StateSpaceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.channels = channels
+        self.log_decay = nn.Parameter(torch.empty(config.modes))  # Re λ = −exp(log_decay)
+        self.frequency = nn.Parameter(torch.empty(config.modes))  # Im λ, or its logarithm
+        self.readout = nn.Parameter(torch.empty(channels, config.modes, 2))  # C as (real, imaginary)
+        self.skip = nn.Parameter(torch.empty(channels))  # D
+        self.log_step = nn.Parameter(torch.empty(channels)) if config.step_range else None  # log Δ
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new parameters as the config's init fields say."""
+        config = self.config
+        decay, frequency = _initial_decay(config), _initial_frequency(config)
+        self.log_decay.copy_(decay.log())
+        self.frequency.copy_(frequency.log() if config.imaginary == "exp" else frequency)
+        nn.init.normal_(self.skip)
+        if config.step_range and self.log_step is not None:
+            self.log_step.copy_(_log_uniform(self.channels, *config.step_range).log())
+        nn.init.normal_(self.readout)
+        self.readout.mul_(self._readout_scale().unsqueeze(-1))
+
+    def discretized(self) -> tuple[Tensor, Tensor]:
+        """(C·B̄ [H, N] in the compute precision, log Ā [G, N] complex128): all that the arithmetic needs."""
+        log_a, drive = discretize(self.eigenvalues(), self.log_step, self.config.discretization)
+        readout = torch.view_as_complex(self.readout.to(drive.real.dtype)) * drive
+        return readout.to(state_dtype(self.readout.dtype).to_complex()), log_a
+
+    def eigenvalues(self) -> Tensor:
+        """λ [N], complex128."""
+        return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
+
+    def forward(self, u: Tensor, state: Tensor | None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
+        """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state."""
+        with torch.autocast(u.device.type, enabled=False):
+            u = u.to(state_dtype(self.readout.dtype))
+            readout, log_a = self.discretized()
+            before = None if state is None else torch.view_as_complex(state)
+            if u.shape[1] == 1:
+                return self._step(u, before, readout, log_a)
+            taps = kernel(readout, log_a, u.shape[1])
+            taps = torch.cat([taps[:, :1] + self.skip.unsqueeze(-1).to(taps.dtype), taps[:, 1:]], dim=-1)
+            y = convolve(u, taps)
+            if before is not None:
+                y = y + carried_output(before, readout, log_a, u.shape[1])
+            return y, torch.view_as_real(final_state(u, log_a, before)) if keep_state else None
+
+    def _step(self, u: Tensor, before: Tensor | None, readout: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
+        if before is None:
+            before = readout.new_zeros(u.shape[0], *readout.shape)
+        y, after = step(u[:, 0], before, readout, transition(log_a, readout.dtype))
+        return (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1), torch.view_as_real(after)
+
+    def _readout_scale(self) -> Tensor:
+        """What N(0,1) draws of C are multiplied by, a mode."""
+        modes, kind = self.config.modes, self.config.readout_init
+        if kind in ("unit", "inverse_sqrt", "inverse"):
+            return torch.full((modes,), {"unit": 1.0, "inverse_sqrt": modes**-0.5, "inverse": 1 / modes}[kind])
+        equal_energy = self._equal_energy()
+        if kind == "equal_energy":
+            return equal_energy
+        half = modes // 2
+        return torch.cat([torch.full((half,), modes**-0.5), 0.3 * equal_energy[half:]])
+
+    def _equal_energy(self) -> Tensor:
+        """Each mode's Σ_k |C B̄ Ā^k|² made 1/N. With a Δ a channel, for the geometric middle of its range."""
+        log_step = None
+        if self.config.step_range:
+            log_step = torch.tensor([math.log(math.prod(self.config.step_range)) / 2])
+        log_a, drive = discretize(self.eigenvalues(), log_step, self.config.discretization)
+        energy = drive.abs().square() / -torch.expm1(2 * log_a.real)
+        return (energy * self.config.modes).rsqrt().squeeze(0).to(self.readout.dtype)
+
+
+def skew_hippo_frequencies(modes: int) -> Tensor:
+    """The positive imaginary parts of the eigenvalues of HiPPO's skew-symmetric part, ascending: [N] float64."""
+    scale = torch.sqrt(2 * torch.arange(2 * modes, dtype=torch.float64) + 1)
+    lower = torch.tril(torch.outer(scale, scale), diagonal=-1)
+    # i·(M − Mᵀ)/2 is Hermitian with the same eigenvalues, turned onto the real line.
+    eigenvalue = torch.linalg.eigvalsh(1j * (lower - lower.T) / 2)
+    return eigenvalue[modes:]
+
+
+def _initial_decay(config: StateSpaceConfig) -> Tensor:
+    """−Re λ at the start: [N]."""
+    slow = _log_uniform(config.modes, *config.decay_range)
+    fast = torch.randn(config.modes, dtype=torch.float64).exp()
+    if config.decay_init == "mixed":
+        half = config.modes // 2
+        return torch.cat([fast[:half], slow[half:]])
+    return slow if config.decay_init == "log_uniform" else fast
+
+
+def _initial_frequency(config: StateSpaceConfig) -> Tensor:
+    """Im λ at the start: [N], positive."""
+    modes = config.modes
+    if config.frequency_init == "log_normal":
+        return torch.randn(modes, dtype=torch.float64).exp()
+    if config.frequency_init == "log_uniform":
+        return _log_uniform(modes, *config.frequency_range)
+    if config.frequency_init == "linear":
+        return 2 * math.pi * (torch.arange(modes, dtype=torch.float64) + 0.5) / modes
+    return skew_hippo_frequencies(modes)
+
+
+def _log_uniform(count: int, low: float, high: float) -> Tensor:
+    return torch.empty(count, dtype=torch.float64).uniform_(math.log(low), math.log(high)).exp()

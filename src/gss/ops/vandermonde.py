@@ -1,0 +1,152 @@
+"""Sums of powers of complex modes: every parallel state-space computation is one of two products.
+
+With a = exp(log_a), one matrix V[n, k] = a_n^k serves all of them:
+
+    evaluate(w, log_a, L)[k] = Re Σ_n w_n a_n^k      modes → taps: a kernel, a carried state's echo
+    project(v, log_a)[n]     =    Σ_k v_k a_n^k      taps → modes: a piece's final state, a kernel's gradient
+
+Each is the other's adjoint, so each is the other's backward pass too, and V is never built. Writing k = qP + r
+splits a^k = a^{qP}·a^r, which turns either product into one real matrix product between R·Q rows and a table of
+only P powers, with P near √(R·L). Three consequences: V's memory is never needed, backward included; the number
+of complex exponentials falls from N·L to about N·√L; and those few are taken in float64, so that a phase of a
+million radians keeps its accuracy in float32 use (the large factor of a phase never meets a float32).
+
+Shapes: G groups of modes, R rows a group: w [G, R, N] complex, v [G, R, L] real, log_a [G, N] complex128.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Largest number of scalars in one group's tables before groups are taken a few at a time.
+_TABLE_BUDGET = 1 << 24
+
+
+def evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+    """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`."""
+    return _Evaluate.apply(weights, log_a, length)
+
+
+def project(values: Tensor, log_a: Tensor) -> Tensor:
+    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`."""
+    return _Project.apply(values, log_a)
+
+
+def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """exp(log_a)^k for k < count as [..., 2, N, count] real: plane 0 the real parts, plane 1 the imaginary.
+
+    A table of √count exponentials taken in float64, and its product with another one in `dtype`: the error is a
+    few roundings of `dtype` at any k.
+    """
+    tile = max(1, math.isqrt(max(count - 1, 0)) + 1)
+    inner = _exponentials(log_a, torch.arange(tile, device=log_a.device), dtype)
+    outer = _exponentials(log_a, torch.arange(0, count, tile, device=log_a.device), dtype)
+    (inner_re, inner_im), (outer_re, outer_im) = inner, outer
+    inner_re, inner_im = inner_re.unsqueeze(-2), inner_im.unsqueeze(-2)  # [..., N, 1, tile]
+    outer_re, outer_im = outer_re.unsqueeze(-1), outer_im.unsqueeze(-1)  # [..., N, tiles, 1]
+    real = (outer_re * inner_re).sub_(outer_im * inner_im)
+    imag = (outer_re * inner_im).add_(outer_im * inner_re)
+    return torch.stack([part.flatten(-2)[..., :count] for part in (real, imag)], dim=-3)
+
+
+def _exponentials(log_a: Tensor, exponents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    table = torch.exp(log_a.unsqueeze(-1) * exponents)  # [..., N, K] complex128
+    return table.real.to(dtype), table.imag.to(dtype)
+
+
+def _tile(rows: int, length: int) -> int:
+    """P: the table of powers has P columns and the rows become R·L/P; their work is equal at √(R·L)."""
+    return min(length, 1 << max(0, round(math.log2(math.sqrt(rows * length)))))
+
+
+def _groups(groups: int, modes: int, tile: int, rows: int) -> Iterator[slice]:
+    scalars = 2 * modes * (tile + rows)
+    step = max(1, _TABLE_BUDGET // max(scalars, 1))
+    return (slice(start, start + step) for start in range(0, groups, step))
+
+
+def _evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+    groups, rows, modes = weights.shape
+    dtype = weights.real.dtype
+    tile = _tile(rows, length)
+    tiles = -(-length // tile)
+    out = weights.real.new_empty(groups, rows, tiles * tile)
+    for part in _groups(groups, modes, tile, rows * tiles):
+        log_part, weight_part = log_a[part], weights[part]
+        if tiles > 1:
+            shift = _complex(powers(log_part * tile, tiles, dtype)).transpose(-1, -2)  # [g, Q, N]
+            weight_part = (weight_part.unsqueeze(2) * shift.unsqueeze(1)).flatten(1, 2)  # [g, R·Q, N]
+        left = torch.cat([weight_part.real, -weight_part.imag], dim=-1)  # [g, R·Q, 2N]
+        table = powers(log_part, tile, dtype).flatten(-3, -2)  # [g, 2N, P]
+        torch.bmm(left, table, out=out[part].view(-1, rows * tiles, tile))
+    return out[..., :length]
+
+
+def _project(values: Tensor, log_a: Tensor) -> Tensor:
+    groups, rows, length = values.shape
+    modes = log_a.shape[-1]
+    tile = _tile(rows, length)
+    tiles = -(-length // tile)
+    if tiles * tile != length:
+        values = torch.nn.functional.pad(values, (0, tiles * tile - length))
+    out = torch.empty(groups, rows, modes, dtype=values.dtype.to_complex(), device=values.device)
+    for part in _groups(groups, modes, tile, rows * tiles):
+        table = powers(log_a[part], tile, values.dtype).flatten(-3, -2)  # [g, 2N, P]
+        left = values[part].reshape(-1, rows * tiles, tile)
+        sums = torch.bmm(left, table.transpose(-1, -2)).unflatten(-1, (2, modes))  # [g, R·Q, 2, N]
+        partial = torch.complex(sums[..., 0, :], sums[..., 1, :])
+        if tiles > 1:
+            shift = _complex(powers(log_a[part] * tile, tiles, values.dtype)).transpose(-1, -2)
+            partial = (partial.unflatten(1, (rows, tiles)) * shift.unsqueeze(1)).sum(2)
+        out[part] = partial
+    return out
+
+
+def _complex(planes: Tensor) -> Tensor:
+    return torch.complex(planes.select(-3, 0), planes.select(-3, 1))
+
+
+def _with_ramp(values: Tensor) -> Tensor:
+    """The rows, and the rows weighted by k: d/dlog_a of a^k is k·a^k."""
+    ramp = torch.arange(values.shape[-1], dtype=values.dtype, device=values.device)
+    return torch.cat([values, values * ramp], dim=1)
+
+
+class _Evaluate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(weights, log_a)
+        return _evaluate(weights, log_a, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        weights, log_a = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return _project(grad, log_a).conj(), None, None
+        plain, ramped = _project(_with_ramp(grad), log_a).chunk(2, dim=1)
+        grad_log_a = (weights * ramped).sum(1, dtype=log_a.dtype).conj()
+        return plain.conj(), grad_log_a, None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, log_a: Tensor) -> Tensor:
+        ctx.save_for_backward(values, log_a)
+        return _project(values, log_a)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        values, log_a = ctx.saved_tensors
+        grad_values = _evaluate(grad.conj(), log_a, values.shape[-1]) if ctx.needs_input_grad[0] else None
+        grad_log_a = None
+        if ctx.needs_input_grad[1]:
+            ramp = torch.arange(values.shape[-1], dtype=values.dtype, device=values.device)
+            ramped = _project(values * ramp, log_a)
+            grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
+        return grad_values, grad_log_a
