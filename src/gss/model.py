@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gss.config import LayerKind, ModelConfig
 from gss.nn.attention import TransformerBlock
 from gss.nn.dense import norm
+from gss.nn.documents import Documents
 from gss.nn.dss import DSSBlock
 from gss.nn.gss import GSSLayer
 from gss.nn.state import ModelState, SequenceLayer
@@ -50,20 +51,35 @@ class LanguageModel(nn.Module):
         return self.logits(hidden), state
 
     def hidden(
-        self, tokens: Tensor, state: ModelState | None = None, keep_state: bool = True
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        keep_state: bool = True,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """The normed activations [B, L, E] under the logits: `logits` of any part of them gives that part's."""
-        position = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
+        """The normed activations [B, L, E] under the logits: `logits` of any part of them gives that part's.
+
+        `starts` [B, L] marks the first token of every document in packed rows; each is then read alone, and no
+        state comes in or goes out.
+        """
+        first = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
+        position = first.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        documents = None
         if state is not None:
             self.check_state(state, tokens.shape[0])
+        if starts is not None:
+            if state is not None or keep_state:
+                raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
+            documents = Documents(starts)
+            position = documents.position
         x = self.embedding(tokens)
         if self.config.positions == "sinusoidal":
-            x = x + sinusoids(position, tokens.shape[1], self.config.width).to(x.dtype)
+            x = x + sinusoids(position, self.config.width).to(x.dtype)
         after = []
         for i, layer in enumerate(self.layers):
-            x, layer_state = layer(x, None if state is None else state.layers[i], keep_state)
+            x, layer_state = layer(x, None if state is None else state.layers[i], keep_state, documents)
             after.append(layer_state)
-        return self.norm(x), ModelState(position + tokens.shape[1], tuple(after)) if keep_state else None
+        return self.norm(x), ModelState(first + tokens.shape[1], tuple(after)) if keep_state else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., E] → [..., V]. The scale keeps logits of order one with an embedding of order one."""
@@ -75,6 +91,12 @@ class LanguageModel(nn.Module):
             raise ValueError(f"a batch has at least 1 sequence, not {batch}")
         position = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
         return ModelState(position, tuple(layer.initial_state(batch) for layer in self._sequence_layers()))
+
+    @property
+    def bounded_state(self) -> bool:
+        """Whether the state's size is constant, however much has been read (not so for attention to everything)."""
+        slots = [slot for layer in self._sequence_layers() for slot in layer.state_slots().values()]
+        return all(size is not None for slot in slots for size in slot.shape)
 
     def check_state(self, state: ModelState, batch: int) -> None:
         """Refuse a state of another model or of another number of sequences."""
@@ -106,11 +128,10 @@ class LanguageModel(nn.Module):
             )
 
 
-def sinusoids(first: Tensor, length: int, width: int) -> Tensor:
-    """Position signals [B, L, E] from each row's first position: sines, then cosines, of wavelengths 2π to 2π·10⁴."""
-    positions = first.unsqueeze(1) + torch.arange(length, device=first.device)
-    half = torch.arange(width // 2, dtype=torch.float64, device=first.device)
-    angle = positions.unsqueeze(-1) * torch.exp(-half * (math.log(1e4) / max(width // 2 - 1, 1)))
+def sinusoids(position: Tensor, width: int) -> Tensor:
+    """Signals [B, L, E] for positions [B, L]: sines, then cosines, of wavelengths from 2π to 2π·10⁴ tokens."""
+    half = torch.arange(width // 2, dtype=torch.float64, device=position.device)
+    angle = position.unsqueeze(-1) * torch.exp(-half * (math.log(1e4) / max(width // 2 - 1, 1)))
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 

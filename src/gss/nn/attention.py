@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
+from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer, Slot
 
 # Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
@@ -34,16 +35,25 @@ class TransformerBlock(SequenceLayer):
         cache = Slot((self.chunk, self.heads, self.head_width))
         return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
-        projected = self.query_key_value(self.norm(x))
-        queries, keys, values = projected.unflatten(-1, (3, self.heads, self.head_width)).unbind(2)  # [B, L, h, d]
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, self.head_width))
         attend = self._attend_everything if self.chunk is None else self._attend_chunks
-        attended, after = attend(queries, keys, values, state, keep_state)
+        after: LayerState = {}
+        if documents is None:
+            attended, after = attend(*projected.unbind(2), state, keep_state)
+        else:
+            attended = documents.mix(lambda rows: attend(*rows.unbind(2), None, False)[0], projected)
         return self.feedforward(x + self.output(attended.flatten(2))), after
 
     def _attend_everything(
         self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None, keep_state: bool
-    ) -> tuple[Tensor, LayerState]:
+    ) -> tuple[Tensor, LayerState]:  # queries, keys, values [B, L, h, d]
         batch, length = keys.shape[:2]
         if state is None:
             position = torch.zeros(batch, dtype=torch.int64, device=keys.device)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
+from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.state_space import DiagonalStateSpace
 
@@ -18,8 +19,10 @@ class DSSMixer(nn.Module):
         self.state_space = DiagonalStateSpace(config.width, config.state_space)
         self.output = dense(config.width, config.width, config, blocks=2)
 
-    def forward(self, x: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        y, state = self.state_space(self.norm(x), state, keep_state)
+    def forward(
+        self, x: Tensor, state: Tensor | None, keep_state: bool, documents: Documents | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y, state = self.state_space(self.norm(x), state, keep_state, documents)
         return x + F.glu(self.output(F.gelu(y.to(x.dtype)))), state
 
 
@@ -35,10 +38,16 @@ class DSSBlock(SequenceLayer):
     def state_slots(self) -> dict[str, Slot]:
         return {f"modes{i}": self.slot for i in range(len(self.mixers))}
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, LayerState]:
         after: LayerState = {}
         for name, mixer in zip(self.state_slots(), self.mixers, strict=True):
-            x, modes = mixer(x, state and state[name], keep_state)
+            x, modes = mixer(x, state and state[name], keep_state, documents)
             if modes is not None:
                 after[name] = modes
         return self.feedforward(x), after

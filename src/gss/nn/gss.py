@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gss.config import ModelConfig
 from gss.nn.dense import ACTIVATIONS, dense, norm
+from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.state_space import DiagonalStateSpace
 
@@ -25,10 +26,16 @@ class GSSLayer(SequenceLayer):
     def state_slots(self) -> dict[str, Slot]:
         return {"modes": Slot((self.state_space.channels, self.state_space.config.modes, 2))}
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, LayerState]:
         normed = self.norm(x)
         v = self.activation(self.gate(normed))  # [B, L, F]
         u = self.inner_norm(self.activation(self.inner(normed)))  # [B, L, H]
-        y, modes = self.state_space(u, state and state["modes"], keep_state)
+        y, modes = self.state_space(u, state and state["modes"], keep_state, documents)
         out = self.output(self.context(y.to(v.dtype)) * v) + x
         return out, {} if modes is None else {"modes": modes}

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gss.nn.documents import Documents
+
 LayerState = dict[str, Tensor]
 """Tensors by name, each with the batch first."""
 
@@ -34,8 +36,17 @@ class SequenceLayer(nn.Module):
         """The tensors of this layer's state."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
-        """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost)."""
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost).
+
+        With `documents`, x holds packed rows: every document is mixed alone and no state comes in or goes out.
+        """
         raise NotImplementedError
 
     def initial_state(self, batch: int) -> LayerState:
@@ -66,7 +77,8 @@ class SequenceLayer(nn.Module):
                 want is not None and want != got for want, got in zip(slot.shape, sizes, strict=True)
             ):
                 raise ValueError(
-                    f"the state is another model's: {name} has shape {list(sizes)} a sequence, expected {list(slot.shape)}"
+                    f"the state is another model's: {name} has shape {list(sizes)} a sequence, "
+                    f"expected {list(slot.shape)}"
                 )
 
 
@@ -111,6 +123,15 @@ class ModelState:
         """The sequences with these indices, in this order; an index may come twice (a branch)."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.position.device)
         return self.map(lambda tensor: tensor.index_select(0, index))
+
+    def where(self, rows: Tensor, other: "ModelState") -> "ModelState":
+        """The sequences of `other` where the mask `rows` [B] is true, this state's elsewhere.
+
+        With `other` an initial state this is a reset: what a row does where its next document starts.
+        """
+        both = ModelState.join([self, other])
+        own = torch.arange(self.batch, device=rows.device)
+        return both.select(torch.where(rows, own + self.batch, own))
 
     @staticmethod
     def join(states: Sequence["ModelState"]) -> "ModelState":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gss.config import StateSpaceConfig
+from gss.nn.documents import Documents
 from gss.nn.state import state_dtype
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
@@ -54,8 +55,12 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    def forward(self, u: Tensor, state: Tensor | None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state."""
+        if documents is not None:
+            return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))
             readout, log_a = self.discretized()
