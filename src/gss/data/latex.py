@@ -1,0 +1,143 @@
+"""LaTeX articles: one document from a folder or an archive, with the files that it includes put in their places.
+
+Reads `.tar`, compressed tars, `.zip`, and arXiv's single gzipped `.tex`. Nothing is unpacked to disk, so that a
+hostile archive can name any path without effect. Knows nothing of splits or tokens.
+"""
+
+import gzip
+import lzma
+import posixpath
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from gss.data import blocks
+from gss.data.blocks import Skip
+
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
+MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
+
+_SOURCES = (".tex", ".ltx", ".latex")
+_INCLUDED = (*_SOURCES, ".sty", ".cls", ".bbl", ".tikz", ".pgf")
+_COMMENT = re.compile(r"(?<!\\)(?:\\\\)*%")
+_INCLUDE = re.compile(r"\\(?:input|include|subfile)\s*(?:\{\s*\"?([^{}\"]+?)\"?\s*\}|\s([^\s{}\\%]+))")
+_MAIN_NAMES = ("main", "ms", "paper", "article", "root")
+_LATIN1 = re.compile(rb"\\usepackage\s*\[\s*(?:latin1|latin9|ansinew|cp1252)\s*\]\s*\{inputenc\}")
+
+
+def article_text(path: Path) -> str:
+    """The article as one text; Skip where there is no LaTeX, or it cannot be read."""
+    try:
+        files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise Skip(blocks.UNREADABLE) from error
+    main = _main_file(files)
+    latin1 = _LATIN1.search(files[main]) is not None
+    texts = {name: _decode(content, latin1) for name, content in files.items() if _included(name)}
+    return "".join(_resolve(main, texts, (main,)))
+
+
+def _included(name: str) -> bool:
+    return name.lower().endswith(_INCLUDED)
+
+
+def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink() and _included(path.name):
+            total += path.stat().st_size
+            _check_size(total)
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    if path.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(path) as archive:
+            total = 0
+            for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
+                if not entry.is_dir() and _included(entry.filename):
+                    total += entry.file_size
+                    _check_size(total)
+                    yield posixpath.normpath(entry.filename), archive.read(entry)
+        return
+    try:
+        with tarfile.open(path, "r:*") as tar:
+            total = 0
+            for member in tar:
+                if member.isfile() and _included(member.name):
+                    total += member.size
+                    _check_size(total)
+                    content = tar.extractfile(member)
+                    if content is not None:
+                        yield posixpath.normpath(member.name), content.read()
+    except tarfile.ReadError:
+        # arXiv gives an article of one file as that file, gzipped under the article's number.
+        if not path.name.lower().endswith(".gz") or path.name.lower().endswith(".tar.gz"):
+            raise
+        with gzip.open(path, "rb") as stream:
+            content_bytes = stream.read(MAX_ARTICLE + 1)
+        _check_size(len(content_bytes))
+        yield "main.tex", content_bytes
+
+
+def _check_size(total: int) -> None:
+    if total > MAX_ARTICLE:
+        raise Skip(blocks.ROW_TOO_LONG)
+
+
+def _decode(content: bytes, latin1: bool) -> str | None:
+    """A file's text, in the encoding that the article declares; None where it is not text."""
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("cp1252", errors="replace") if latin1 else None
+
+
+def _main_file(files: dict[str, bytes]) -> str:
+    """The file that makes the article: it has a document class; by name, then by size, where several do."""
+    sources = {name: content for name, content in files.items() if name.lower().endswith(_SOURCES)}
+    if not sources:
+        raise Skip(blocks.NO_SOURCE)
+    complete = {n: c for n, c in sources.items() if b"\\documentclass" in c or b"\\documentstyle" in c}
+
+    def preference(name: str) -> tuple[bool, int, int, int, str]:
+        stem = posixpath.splitext(posixpath.basename(name))[0].lower()
+        named = _MAIN_NAMES.index(stem) if stem in _MAIN_NAMES else len(_MAIN_NAMES)
+        subfile = b"{subfiles}" in files[name]  # a chapter that can also stand alone is not the article
+        return subfile, name.count("/"), named, -len(files[name]), name
+
+    return min(complete or sources, key=preference)
+
+
+def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...]) -> Iterator[str]:
+    """A file's text with its inclusions in place; one that is missing or includes itself stays as it is written."""
+    text = texts[name]
+    if text is None:
+        raise Skip(blocks.INVALID_UTF8)
+    for line in text.splitlines(keepends=True):
+        comment = _COMMENT.search(line)
+        code = line[: comment.start()] if comment else line
+        position = 0
+        for found in _INCLUDE.finditer(code):
+            target = _find(found.group(1) or found.group(2), name, above[0], texts)
+            if target is None or target in above:
+                continue
+            yield line[position : found.start()]
+            yield from _resolve(target, texts, (*above, target))
+            position = found.end()
+        yield line[position:]
+
+
+def _find(wanted: str, source: str, main: str, texts: dict[str, str | None]) -> str | None:
+    """The file that an inclusion means: from the main file's folder as TeX does, else from the including one's."""
+    for folder in (posixpath.dirname(main), posixpath.dirname(source)):
+        for suffix in ("", *_SOURCES):
+            name = posixpath.normpath(posixpath.join(folder, wanted + suffix))
+            if name in texts:
+                return name
+    return None
