@@ -1,7 +1,230 @@
 """Commands on corpora: prepare, data, tokenizer."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+if TYPE_CHECKING:
+    from gss.data.describe import Description, SplitDescription
+    from gss.data.manifest import Manifest
+
+tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files or folders of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst), or one recipe: "
+        "stdlib, pg19, lm1b, arxiv, github."
+    ),
+]
+Local = Annotated[
+    Path | None,
+    typer.Option("--from", help="A recipe's local copy; pg19 and lm1b come from the hub without it."),
+]
+Suffix = Annotated[
+    list[str] | None, typer.Option("--suffix", help="A further ending of plain text files, such as .tex; repeatable.")
+]
+Field = Annotated[str, typer.Option("--field", help="The field or column of rows that holds the text.")]
+HubName = Annotated[
+    str | None, typer.Option("--hub-name", help="Another data set for pg19 or lm1b: a hub name or a local folder.")
+]
+HubRevision = Annotated[str | None, typer.Option("--hub-revision", help="The revision of the hub data set.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the app."""
+    app.command("prepare")(prepare_command)
+    app.command("data")(data_command)
+    tokenizer_app.command("train")(train_command)
+    app.add_typer(tokenizer_app, name="tokenizer")
+
+
+@tokenizer_app.callback()
+def _tokenizer_group() -> None:
+    """Make vocabularies."""
+
+
+def prepare_command(
+    source: Sources,
+    out: Annotated[Path, typer.Option("--out", help="The folder to make; it appears only when it is complete.")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", "-t", help="'bytes', a tokenizer.json, a SentencePiece .model, or a folder.")
+    ] = "bytes",
+    eos: Annotated[
+        str | None, typer.Option("--eos", help="The token that ends a document, where the vocabulary's is not known.")
+    ] = None,
+    local: Local = None,
+    splits: Annotated[
+        str,
+        typer.Option(
+            "--splits",
+            help="'own': by folders or file names train, valid, test; 'hash': by a hash of each document's contents; "
+            "'auto': own if every file has one.",
+        ),
+    ] = "auto",
+    valid: Annotated[
+        float, typer.Option("--valid", help="Share of documents held out for validation, by hash.")
+    ] = 0.05,
+    test: Annotated[float, typer.Option("--test", help="Share of documents held out for the test, by hash.")] = 0.0,
+    suffix: Suffix = None,
+    field: Field = "text",
+    hub_name: HubName = None,
+    hub_revision: HubRevision = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-j", min=1, help="Processes; as many as there are cores by default.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is in OUT already.")] = False,
+) -> None:
+    """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
+    from gss.cli.progress import share_bar
+    from gss.data.prepare import prepare
+    from gss.data.sources import SourceOptions
+    from gss.data.tokenizer import load_tokenizer
+
+    options = SourceOptions(
+        local=str(local) if local else None,
+        suffixes=tuple(ending if ending.startswith(".") else f".{ending}" for ending in suffix or ()),
+        field=field,
+        splits=splits,
+        hub_name=hub_name,
+        hub_revision=hub_revision,
+    )
+    vocabulary = load_tokenizer(tokenizer, eos)
+    with share_bar("tokenising") as show:
+        manifest = prepare(
+            source,
+            out,
+            vocabulary,
+            options=options,
+            valid=valid,
+            test=test,
+            workers=workers,
+            force=force,
+            progress=lambda done, total: show("tokenising", done / total if total else 1.0),
+        )
+    _print_counts(manifest)
+    _print_vocabulary(manifest)
+    _print_left_out(manifest)
+    if "valid" not in manifest.splits:
+        print("note: no document is held out for validation; raise --valid, or use --splits hash")
+    print(f"prepared {out} (hash {manifest.hash[:12]}); look at it with: gss data {out}")
+
+
+def data_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that gss prepare made.")],
+    sample: Annotated[int, typer.Option("--sample", help="The number of the document whose start is shown.")] = 0,
+) -> None:
+    """Show a prepared corpus: counts, lengths, a sample; verify all its hashes."""
+    from gss.data.describe import describe
+
+    description = describe(folder, sample=sample)
+    _print_counts(description.manifest)
+    _print_vocabulary(description.manifest)
+    _print_left_out(description.manifest)
+    for split in description.splits:
+        _print_histogram(split)
+    _print_sample(description)
+    print(f"all hashes verified; manifest {description.manifest.hash}")
+
+
+def train_command(
+    source: Sources,
+    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
+    vocab_size: Annotated[
+        int, typer.Option("--vocab-size", help="Pieces; the paper's LM1B vocabulary has 30000.")
+    ] = 30_000,
+    model: Annotated[str, typer.Option("--model", help="'unigram' or 'bpe'.")] = "unigram",
+    max_bytes: Annotated[
+        int, typer.Option("--max-bytes", min=1, help="Text to train on at most, taken evenly from the sources.")
+    ] = 200_000_000,
+    local: Local = None,
+    suffix: Suffix = None,
+    field: Field = "text",
+    hub_name: HubName = None,
+    hub_revision: HubRevision = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads; all cores by default.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is in OUT already.")] = False,
+) -> None:
+    """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
+    from gss.cli.progress import share_bar
+    from gss.data.sources import SourceOptions
+    from gss.data.tokenizer_training import train_tokenizer
+
+    options = SourceOptions(
+        local=str(local) if local else None,
+        suffixes=tuple(suffix or ()),
+        field=field,
+        hub_name=hub_name,
+        hub_revision=hub_revision,
+    )
+    with share_bar("reading") as show:
+        trained = train_tokenizer(
+            source,
+            out,
+            vocab_size=vocab_size,
+            model=model,
+            options=options,
+            max_bytes=max_bytes,
+            threads=threads,
+            force=force,
+            progress=show,
+        )
+    if trained.vocab_size < vocab_size:
+        print(f"note: the text has only {trained.vocab_size} pieces to give, not {vocab_size}")
+    print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
+
+
+def _print_counts(manifest: "Manifest") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("split", "documents", "tokens", "bytes", "words", "tokens/byte", "tokens/word", "longest", "entropy")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, facts in manifest.splits.items():
+        table.add_row(
+            name,
+            *(f"{facts[key]:,}" for key in ("documents", "tokens", "bytes", "words")),
+            f"{facts['tokens_per_byte']:.4f}",
+            f"{facts['tokens_per_word']:.3f}",
+            f"{facts['longest']:,}",
+            f"{facts['unigram_entropy']:.3f}",
+        )
+    table.caption = "tokens count each document's end; entropy: nats a token of the unigrams"
+    # A table that is piped keeps its columns instead of wrapping at a terminal's width.
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    console.print(table)
+
+
+def _print_vocabulary(manifest: "Manifest") -> None:
+    facts = manifest.tokenizer
+    print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}", end="")
+    if not facts["losses"]:
+        print("; lossless: every text comes back as it was")
+    else:
+        print(f"; LOSSY: it changes or drops {', '.join(facts['losses'])}, so text does not come back as it was")
+
+
+def _print_left_out(manifest: "Manifest") -> None:
+    for reason, entry in manifest.left_out.items():
+        first = ", ".join(entry["first"][:3])
+        more = ", ..." if entry["documents"] > 3 else ""
+        print(f"left out: {entry['documents']:,} {reason} ({first}{more})")
+
+
+def _print_histogram(split: "SplitDescription") -> None:
+    print(f"\n{split.name}: lengths of documents in tokens (median {split.median_length:,})")
+    most = max(bar.documents for bar in split.histogram)
+    for bar in split.histogram:
+        drawn = "█" * round(40 * bar.documents / most) or ("▏" if bar.documents else "")
+        print(f"{bar.low:>12,} to {bar.high - 1:<12,} {bar.documents:>10,} {drawn}")
+
+
+def _print_sample(description: "Description") -> None:
+    split = description.splits[0]
+    print(f"\nsample: {split.name}, document {split.sample_name}, its first tokens decoded:\n")
+    print("\n".join(f"  | {line}" for line in split.sample_text.splitlines()))
+    print()

@@ -1,0 +1,171 @@
+"""Training SentencePiece vocabularies that lose nothing: any text comes back as it was.
+
+Text is sampled from sources into a temporary file, and the library trains in a process of its own whose log tells how
+far it is. Spaces, newlines and tabs are pieces like others and bytes stand in for rare characters. Knows nothing of
+splits: held-out text should not be among the sources.
+"""
+
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gss.data.blocks import Block, Skip
+from gss.data.readers import read_piece
+from gss.data.sources import SourceOptions, find_pieces
+from gss.data.tokenizer import SPACE_MARK, SentencePieceTokenizer, load_tokenizer
+
+MODELS = ("unigram", "bpe")
+# Pieces of their own, as the library's trainer reads lines and never sees the ends of them.
+_SYMBOLS = ["\n", "\n\n", "\t"]
+_CONTROL = 2  # unknown (never used, as bytes stand in) and the end of a document
+SMALLEST = 256 + _CONTROL + len(_SYMBOLS) + 1
+_LINE = 4000  # bytes; the trainer leaves out longer lines than 4192
+
+Progress = Callable[[str, float], None]  # the stage, and how much of it is done from 0 to 1
+
+
+def train_tokenizer(
+    sources: Sequence[str],
+    out: str | os.PathLike[str],
+    *,
+    vocab_size: int = 30_000,
+    model: str = "unigram",
+    options: SourceOptions | None = None,
+    max_bytes: int = 200_000_000,
+    character_coverage: float = 0.9999,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> SentencePieceTokenizer:
+    """Train a vocabulary on at most `max_bytes` of text, taken evenly from the train split of the sources."""
+    if model not in MODELS:
+        raise ValueError(f"a model is one of {', '.join(MODELS)}, not {model!r}")
+    if vocab_size < SMALLEST:
+        raise ValueError(
+            f"a vocabulary with bytes for rare characters has at least {SMALLEST} pieces, not {vocab_size}"
+        )
+    target = Path(out)
+    if target.exists() and any(target.iterdir()) and not force:
+        raise ValueError(f"{target} is not empty: choose another --out, or replace what is there with --force")
+    report = progress or (lambda stage, share: None)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=target.name + ".", suffix=".tmp", dir=target.parent) as folder:
+        work = Path(folder)
+        _write_sample(sources, options or SourceOptions(), work / "sample.txt", max_bytes, report)
+        arguments = {
+            "input": str(work / "sample.txt"),
+            "model_prefix": str(work / "trained"),
+            "vocab_size": vocab_size,
+            "model_type": model,
+            "normalization_rule_name": "identity",
+            "add_dummy_prefix": False,
+            "remove_extra_whitespaces": False,
+            "byte_fallback": True,
+            "allow_whitespace_only_pieces": True,
+            "split_digits": True,
+            "user_defined_symbols": _SYMBOLS,
+            "unk_id": 0,
+            "eos_id": 1,
+            "bos_id": -1,
+            "pad_id": -1,
+            # A small corpus has fewer pieces than asked for: take what there is. The library allows it for unigram.
+            "hard_vocab_limit": model == "bpe",
+            "character_coverage": character_coverage,
+            "num_threads": threads or len(os.sched_getaffinity(0)),
+            "train_extremely_large_corpus": max_bytes > 1 << 30,
+        }
+        _train_apart(arguments, vocab_size, work / "log.txt", report)
+        tokenizer = load_tokenizer(work / "trained.model")
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        if not tokenizer.lossless:
+            raise ValueError(f"the trained vocabulary loses {', '.join(tokenizer.losses)}: please report this")
+        tokenizer.save(work / "result")
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(work / "result", target)
+    return tokenizer
+
+
+def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
+    """Lines of the sources' text, taken evenly from all of it where there is more than wanted.
+
+    A corpus's own held-out splits are left out; where splits go by hash, a few held-out documents are read.
+    """
+    pieces = [piece for piece in find_pieces(list(sources), options) if piece.split in (None, "train")]
+    total = sum(piece.size for piece in pieces)
+    keep_one_in = max(1, math.ceil(total / max_bytes))
+    read = written = number = 0
+    with open(path, "w", encoding="utf-8", newline="\n") as sample:
+        for piece in pieces:
+            try:
+                for fragment in read_piece(piece):
+                    for line in _document_lines(fragment.blocks):
+                        number += 1
+                        if number % keep_one_in == 0 and written < max_bytes:
+                            written += sample.write(line + "\n")
+            except Skip:
+                pass  # unusable for training, too; prepare counts and names it
+            read += piece.size
+            report("reading", read / max(1, total))
+    if not written:
+        raise ValueError(f"no text to train on in {', '.join(sources)}")
+
+
+def _document_lines(blocks: Iterable[Block]) -> Iterator[str]:
+    """What the trainer can take of a document: lines without tabs, not too long, without its reserved characters."""
+    try:
+        for block in blocks:
+            for line in re.split(r"[\n\t]", block.text()):
+                for start in range(0, len(line), _LINE // 4):
+                    part = line[start : start + _LINE // 4]
+                    if part.strip() and SPACE_MARK not in part and "\0" not in part:
+                        yield part
+    except Skip:
+        return
+
+
+def _train_apart(arguments: dict[str, Any], vocab_size: int, log: Path, report: Progress) -> None:
+    """Run the trainer in a process whose standard error goes to a file that is watched for progress."""
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=(arguments, str(log)), daemon=True)
+    report("training", 0.0)
+    process.start()
+    share = 0.0
+    while process.is_alive():
+        process.join(timeout=0.2)
+        share = max(share, _share_done(log, vocab_size))
+        report("training", share)
+    if process.exitcode:
+        last = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line or "high" in line]
+        raise ValueError(f"SentencePiece could not train this vocabulary: {(last or ['no reason given'])[-1].strip()}")
+    report("training", 1.0)
+
+
+def _train(arguments: dict[str, Any], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 2)
+    import sentencepiece
+
+    try:
+        sentencepiece.SentencePieceTrainer.train(**arguments)
+    except Exception as error:  # told to the parent through the log
+        os.write(2, f"\nError: {error}\n".encode())
+        os._exit(1)
+
+
+def _share_done(log: Path, vocab_size: int) -> float:
+    """How far training is: unigram shrinks a large vocabulary to the wanted size, bpe grows a small one."""
+    if not log.is_file():
+        return 0.0
+    text = log.read_text(errors="replace")
+    shrinking = [int(size) for size in re.findall(r"EM sub_iter=\d+ size=(\d+)", text)]
+    if shrinking and shrinking[0] > vocab_size:
+        wanted = math.log(shrinking[0] / vocab_size)
+        return min(0.99, math.log(shrinking[0] / max(vocab_size, shrinking[-1])) / wanted)
+    grown = re.findall(r"Added: freq=\d+ size=(\d+)", text)
+    return min(0.99, int(grown[-1]) / vocab_size) if grown else 0.0
