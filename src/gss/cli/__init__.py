@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, models
+from gss.cli import bench, data, models, train
 
 app = typer.Typer(
     name="gss",
@@ -43,6 +43,7 @@ def _options(
 models.register(app)
 data.register(app)
 bench.register(app)
+train.register(app)
 
 
 def main() -> None:

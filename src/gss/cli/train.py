@@ -1,0 +1,40 @@
+"""`gss train`: train, or go on training."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the app."""
+    app.command("train")(train_command)
+
+
+def train_command(
+    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made.")],
+    out: Annotated[Path, typer.Option(help="The run folder. One that holds checkpoints is gone on with.")],
+    preset: Annotated[str | None, typer.Option(help="The model: see `gss presets`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings: see configs/.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting that may differ from the run that is gone on with, for example `steps`."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; metrics.jsonl has it all the same.")] = False,
+) -> None:
+    """Train a model on a prepared corpus, or go on from the newest good checkpoint of a run.
+
+    Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command goes on. Several GPUs or machines:
+    `torchrun --nproc-per-node 8 -m gss train …`.
+    """
+    from gss.data import read_manifest
+    from gss.train import resolve, train
+
+    run = resolve(preset, config, set_ or (), read_manifest(data).tokenizer["vocab_size"])
+    result = train(run, data, out, allow=allow or (), quiet=quiet)
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)

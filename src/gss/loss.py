@@ -1,0 +1,81 @@
+"""Next-token cross-entropy from activations, a few rows of logits at a time.
+
+All logits of a batch would take more memory than the rest of a training step (65,536 tokens of a 32k vocabulary:
+8 GB in float32). Here each chunk's logits live only while its loss and gradients are made. Knows nothing of models
+beyond a head, a function from activations to logits, and the head's one weight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits held at a time: 2,048 rows of a 32k vocabulary, 256 MB in float32."""
+
+Head = Callable[[Tensor], Tensor]
+
+
+def next_token_loss(
+    head: Head, weight: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, chunk_elements: int = CHUNK_ELEMENTS
+) -> Tensor:
+    """The summed cross-entropy, in nats, of the targets that the mask counts.
+
+    head, weight     the function [rows, E] → [rows, V] and the parameter [V, E] it uses (its gradient is made here)
+    hidden           [B, L, E]
+    targets, mask    [B, L]: the next token's id, and whether it counts (an uncounted id may be anything)
+
+    A sum, not a mean: micro-batches and processes add up, and whoever knows the number of all counted targets
+    divides by it.
+    """
+    if targets.shape != hidden.shape[:-1] or mask.shape != targets.shape:
+        raise ValueError(
+            f"targets {list(targets.shape)} and mask {list(mask.shape)} must have the activations' shape without "
+            f"the width, {list(hidden.shape[:-1])}"
+        )
+    rows = max(1, chunk_elements // weight.shape[0])
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    counted = torch.where(mask, targets, _UNCOUNTED).reshape(-1)
+    if torch.is_grad_enabled():
+        loss: Tensor = _ChunkedLoss.apply(head, rows, weight, flat, counted)
+        return loss
+    parts = zip(flat.split(rows), counted.split(rows), strict=True)
+    return torch.stack([_summed(head(part), target) for part, target in parts]).sum()
+
+
+_UNCOUNTED = -100  # what torch's cross-entropy leaves out
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    """In float32 under autocast and for narrower logits, in float64 for float64 models."""
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(precise, targets, ignore_index=_UNCOUNTED, reduction="sum")
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Gradients are made in the forward, chunk by chunk, while the logits are there: nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, rows: int, weight: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight)
+        losses = []
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            with torch.enable_grad():
+                activations = hidden[part].detach().requires_grad_()
+                loss = _summed(head(activations), targets[part])
+                gradients = torch.autograd.grad(loss, (activations, weight))
+            hidden_gradient[part] = gradients[0]
+            weight_gradient += gradients[1]
+            losses.append(loss.detach())
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor, Tensor, None]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return None, None, weight_gradient * scale, hidden_gradient * scale, None

@@ -1,0 +1,9 @@
+"""Training: the paper's recipe, exact to resume, from one CPU to many nodes.
+
+config → loop → step (loss, optim, distributed) → snapshot → checkpoint
+"""
+
+from gss.train.config import CheckpointConfig, OptimizerConfig, ReportConfig, TrainConfig, resolve
+from gss.train.loop import TrainResult, train
+
+__all__ = ["CheckpointConfig", "OptimizerConfig", "ReportConfig", "TrainConfig", "TrainResult", "resolve", "train"]

@@ -1,0 +1,214 @@
+"""Checkpoints on disk: written aside and renamed, hashed, verified before use, kept by a rule.
+
+    checkpoints/step-00001000/model.safetensors  optimizer.safetensors  [lanes.safetensors]  trainer.json  manifest.json
+
+A folder with such a name is either complete or damaged: it only gets its name after everything in it has reached
+the disk. The manifest holds the size and SHA-256 of every file, and its own. Knows tensors and plain data; what
+they mean is the caller's. Nothing here can run code from a file: safetensors and JSON, no pickle.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = ".aside-"  # folders being written or deleted; whatever has this prefix is no checkpoint
+_FORMAT = 1
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint whose files are not what was written."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    """Tensors by name, for each group ("model", "optimizer", "lanes")."""
+    trainer: dict[str, Any]
+    """Plain data."""
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], trainer: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; returns its path. On any failure nothing is left behind that could be taken for one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{step:08d}"
+    aside = folder / f"{_ASIDE}{final.name}-{os.getpid()}"
+    try:
+        _remove(aside)
+        aside.mkdir()
+        for group, members in tensors.items():
+            safetensors.torch.save_file(
+                {name: tensor.detach().contiguous() for name, tensor in members.items()},
+                aside / f"{group}.safetensors",
+            )
+        _write(aside / TRAINER, _json(trainer))
+        names = sorted(path.name for path in aside.iterdir())
+        files = {name: _size_and_hash(aside / name) for name in names}
+        _write(aside / MANIFEST, _manifest(step, files))
+        for path in aside.iterdir():
+            _sync(path)
+        _sync(aside)
+        if final.exists():  # a damaged one, or one of a run that was put back to an earlier step
+            _retire(final)
+        aside.rename(final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            _remove(aside)
+        raise OSError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make "
+            f"room ({_free(folder)} free in {folder}) and give the same command again to go on from the newest",
+        ) from error
+    return final
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file is as it was written; DamagedCheckpointError for any other."""
+    manifest = _read_manifest(path)
+    found = {entry.name for entry in path.iterdir()} - {MANIFEST}
+    wrong = [f"{name} is missing" for name in manifest["files"].keys() - found]
+    wrong += [f"{name} does not belong there" for name in found - manifest["files"].keys()]
+    for name in sorted(manifest["files"].keys() & found):
+        expected = manifest["files"][name]
+        size = (path / name).stat().st_size
+        if size != expected["size"]:
+            wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
+        elif _size_and_hash(path / name)["sha256"] != expected["sha256"]:
+            wrong.append(f"{name} has other contents than were written")
+    if wrong:
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {'; '.join(wrong)}")
+    return manifest
+
+
+def load(path: Path) -> Checkpoint:
+    """A checkpoint, verified, its tensors on the CPU."""
+    manifest = verify(path)
+    tensors = {
+        name.removesuffix(".safetensors"): safetensors.torch.load_file(path / name)
+        for name in manifest["files"]
+        if name.endswith(".safetensors")
+    }
+    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    return Checkpoint(path, manifest["step"], tensors, trainer)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first, whatever their condition."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and what is wrong with each newer one."""
+    damaged = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            verify(path)
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+        else:
+            return path, damaged
+    return None, damaged
+
+
+def retain(folder: Path, keep_last: int, keep_every: int | None) -> None:
+    """Delete all checkpoints but the newest few and those at multiples of `keep_every` steps."""
+    for path in checkpoints(folder)[:-keep_last]:
+        if keep_every is None or step_of(path) % keep_every:
+            _retire(path)
+
+
+def clean(folder: Path) -> None:
+    """Delete what an interrupted save or deletion has left aside. Only for the one process that writes there."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith(_ASIDE):
+                _remove(path)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name: how many steps had been taken."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint (step-00001000)")
+    return int(match[1])
+
+
+def _retire(path: Path) -> None:
+    """Delete a checkpoint so that it is never seen half-deleted under its name."""
+    aside = path.with_name(f"{_ASIDE}{path.name}-{os.getpid()}-old")
+    _remove(aside)
+    path.rename(aside)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _json(values: Any) -> bytes:
+    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _manifest(step: int, files: Mapping[str, Any]) -> bytes:
+    body = {"format": _FORMAT, "step": step, "files": files}
+    return _json({**body, "sha256": hashlib.sha256(_json(body)).hexdigest()})
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        written = (path / MANIFEST).read_bytes()
+        manifest: dict[str, Any] = json.loads(written)
+        # Written again from what was read, it must be the same to the byte: no change anywhere goes unseen.
+        intact = written == _manifest(manifest["step"], manifest["files"]) and manifest["step"] == step_of(path)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"the checkpoint {path} is damaged: its {MANIFEST} cannot be read ({error})"
+        ) from None
+    if not intact:
+        raise DamagedCheckpointError(
+            f"the checkpoint {path} is damaged: its {MANIFEST} has other contents than were written"
+        )
+    return manifest
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"

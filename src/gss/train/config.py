@@ -1,0 +1,234 @@
+"""What a training run is: its model, its batches, its optimizer and its habits, as frozen dataclasses.
+
+Imports no torch. `resolve` puts a run together from a preset, a TOML file and `key=value` overrides; `differences`
+says what of two runs is not the same, leaving out what does not change the result beyond rounding.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gss.config import ModelConfig, override, parse_assignments, to_mapping
+from gss.presets import preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, its groups' rates and the schedule. Defaults are the paper's."""
+
+    name: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    learning_rate: float = 1.6e-3
+    """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
+    final_learning_rate: float = 1e-6
+    """Where the cosine ends, at the last step."""
+    warmup_steps: int = 1000
+    """Steps of linear warm-up; 0 for none."""
+    state_space_learning_rate: float = 1e-3
+    """Rate of state-space parameters: constant, without warm-up."""
+    weight_decay: float = 0.1
+    """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Adam's averages. The paper says Adam; 0.98 is what the example it takes its other numbers from uses."""
+    epsilon: float = 1e-8
+    """Adam's guard against a zero denominator."""
+    clip_norm: float = 1.0
+    """Largest norm of all gradients together."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adamw",):
+            raise ValueError(f"optimizer.name cannot be {self.name!r}; choose from: adamw")
+        for name in ("learning_rate", "state_space_learning_rate", "epsilon", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} must be over 0, not {getattr(self, name)!r}")
+        for name in ("final_learning_rate", "weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optimizer.{name} must be 0 or more, not {getattr(self, name)!r}")
+        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept."""
+
+    every: int = 1000
+    """Steps between checkpoints; one more is written at the end and on a stop."""
+    keep_last: int = 3
+    """How many of the newest are kept: at least 2, so that there is one before a damaged one."""
+    keep_every: int | None = None
+    """Also keep those whose step is a multiple of this. None: only the newest."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("keep_last", 2), ("keep_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"checkpoint.{name} must be at least {least}, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What is measured and shown on the way."""
+
+    log_every: int = 10
+    """Steps between progress lines (the metrics file has every step)."""
+    evaluate_every: int = 1000
+    """Steps between evaluations on the validation split; 0 for none."""
+    evaluate_lengths: tuple[int, ...] = ()
+    """Lengths to evaluate at. Empty: the training length."""
+    evaluate_tokens: int = 1 << 18
+    """Most validation tokens an evaluation scores."""
+    sample_every: int = 1000
+    """Steps between samples of text; 0 for none."""
+    sample_prompt: str = ""
+    """What samples go on from. Empty: the start of a document."""
+    sample_tokens: int = 200
+    """Tokens a sample."""
+    tensorboard: bool = False
+    """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("log_every", 1),
+            ("evaluate_every", 0),
+            ("evaluate_tokens", 1),
+            ("sample_every", 0),
+            ("sample_tokens", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"report.{name} must be at least {least}, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. Defaults are the paper's for long documents: 125k steps of 128 segments of 4,096 tokens."""
+
+    preset: str = "gss"
+    """Name of the preset that the model started from."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model. Its vocab_size comes from the data's tokenizer unless it is set."""
+    seed: int = 0
+    """Draws the first weights and the order of the data."""
+    steps: int = 125_000
+    """Optimizer steps."""
+    length: int = 4096
+    """L, tokens a row."""
+    batch_tokens: int = 1 << 19
+    """Tokens a step over all processes: rows × length."""
+    micro_batch_tokens: int | None = None
+    """Tokens that one process runs at a time; gradients of several such pieces are accumulated. None: all its rows."""
+    batching: Literal["segments", "lanes", "packed"] = "segments"
+    """Independent segments of documents (the paper's); lanes, which follow documents with the state carried; or
+    short documents packed into rows (LM1B)."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 is autocast: parameters, states and state-space arithmetic stay in fp32. auto: bf16 on a GPU, else fp32."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """With several processes: whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
+    compile: bool = False
+    """Compile every layer with torch.compile."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward instead of keeping its activations."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Rates, decay, schedule."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When and how many."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """Progress, evaluation, samples."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("batching", ("segments", "lanes", "packed")),
+            ("precision", ("auto", "fp32", "bf16")),
+            ("parallel", ("ddp", "fsdp2")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}; choose from: {', '.join(choices)}")
+        for name in ("steps", "length", "batch_tokens", "micro_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value!r}")
+        if self.batch_tokens % self.length:
+            raise ValueError(
+                f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
+                f"{self.batch_tokens // self.length * self.length or self.length} would do"
+            )
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens % self.length:
+            raise ValueError(
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of length ({self.length})"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step over all processes."""
+        return self.batch_tokens // self.length
+
+
+# What may differ when a run is continued: habits, and how the same arithmetic is laid out on machines.
+_FREE = {
+    "micro_batch_tokens",
+    "precision",
+    "device",
+    "parallel",
+    "compile",
+    "activation_checkpointing",
+    "checkpoint",
+    "report",
+}
+
+
+def resolve(
+    preset_name: str | None = None,
+    config_file: str | Path | None = None,
+    assignments: Iterable[str] = (),
+    vocab_size: int | None = None,
+) -> TrainConfig:
+    """A run from a preset's name, a TOML file and `key=value` overrides, each overriding the one before it.
+
+    The preset named here wins over the file's; the file's and the overrides' `model` settings win over the
+    preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's.
+    """
+    values: dict[str, Any] = {}
+    if config_file is not None:
+        try:
+            values = tomllib.loads(Path(config_file).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{config_file} is not valid TOML: {error}") from None
+    sets = parse_assignments(assignments)
+    name = sets.pop("preset", None) or preset_name or values.get("preset")
+    if not name:
+        raise ValueError("which model? give --preset NAME, or preset = NAME in the config file (see gss presets)")
+    model = preset(name)
+    if vocab_size is not None:
+        model = override(model, {"vocab_size": vocab_size})
+    config = override(TrainConfig(preset=name, model=model), {k: v for k, v in values.items() if k != "preset"})
+    config = override(config, sets)
+    if vocab_size is not None and config.model.vocab_size < vocab_size:
+        raise ValueError(
+            f"the data's vocabulary has {vocab_size} ids, the model's only {config.model.vocab_size}: "
+            "leave model.vocab_size out to take the data's"
+        )
+    return config
+
+
+def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """What a continued run would change of the result: dotted name → (before, after). `before` is plain data."""
+    old, new = _flat(before), _flat(to_mapping(after))
+    return {
+        name: (old.get(name), new.get(name))
+        for name in sorted(old.keys() | new.keys())
+        if name.partition(".")[0] not in _FREE and old.get(name) != new.get(name)
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

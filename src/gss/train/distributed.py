@@ -1,0 +1,160 @@
+"""One process or many: who this process is, how the model is spread, and the few words processes exchange.
+
+torch's own engine: torchrun starts the processes, DDP or FSDP2 spreads the model, gloo and NCCL carry tensors. Alone,
+everything here is the identity. Knows nothing of data, losses or files.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gss.model import LanguageModel
+from gss.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files and speaks to people."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor added up over all processes, on every one of them."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up in any process."""
+        return self._agree(int(flag), dist.ReduceOp.MAX) > 0 if self.size > 1 else flag
+
+    def from_leader(self, number: int) -> int:
+        """The leader's number, everywhere."""
+        if self.size == 1:
+            return number
+        word = torch.tensor(number)
+        dist.broadcast(word, 0)
+        return int(word)
+
+    def gather_rows(self, tensor: Tensor) -> Tensor | None:
+        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be the same."""
+        if self.size == 1:
+            return tensor.cpu()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.leads else None
+        dist.gather(tensor.contiguous(), parts)
+        return torch.cat(parts).cpu() if parts else None
+
+    def _agree(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
+        word = torch.tensor(number)  # on the CPU: gloo carries it, and no GPU work is waited for
+        dist.all_reduce(word, operation)
+        return int(word)
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[World]:
+    """The world that torchrun's variables describe, or a world of one; left again at the end."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1 or dist.is_initialized():
+        yield World(chosen, rank, size)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(chosen, rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a config's name: cpu, cuda or auto."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device cannot be {name!r}; choose from: auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here: set device=cpu or device=auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} here): "
+            "start torchrun with --nproc-per-node of at most that many"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def prepare_layers(model: LanguageModel, config: TrainConfig) -> None:
+    """Activation checkpointing and compilation, a layer at a time, in place; parameters keep their names."""
+    for layer in model.layers:
+        if config.activation_checkpointing:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if config.compile:
+            layer.compile()
+
+
+def shard(model: LanguageModel, world: World) -> None:
+    """Spread parameters over all processes with FSDP2, in place; they become DTensors, still fp32.
+
+    No mixed-precision policy: under autocast dense layers compute in bf16 anyway, while state-space parameters must
+    reach their layers in fp32.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for method in ("hidden", "logits"):  # entered from outside, not through forward
+        register_fsdp_forward_method(model, method)
+
+
+def replicate(module: nn.Module, world: World) -> nn.Module:
+    """A whole copy in every process, gradients averaged by DDP."""
+    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put parameters that a forward without backward left gathered back into shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def gradients_synced(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
+    """Exchange gradients in the backward of a step's last micro-batch only; before it they add up locally."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():
+        yield
+
+
+def whole(tensor: Tensor, world: World) -> Tensor | None:
+    """A parameter or optimizer tensor in full on the leader's CPU; None elsewhere. Every process must call it."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu() if world.leads else None
+
+
+def like(full: Tensor, parameter: Tensor) -> Tensor:
+    """A full tensor laid out like a parameter: on its device, and in its shards. Needs no communication."""
+    full = full.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return full
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,138 @@
+"""The run folder: everything about one run, readable without this library.
+
+    config.json        the resolved configuration        environment.json  versions, machine, command
+    data.json          which data, by hash               tokenizer/        the vocabulary
+    metrics.jsonl      a row a step, and evaluations     samples/          text by step
+    checkpoints/       see `checkpoint`
+
+Knows files and plain data; written by the leading process only.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+import gss
+from gss.config import to_mapping
+from gss.data import Dataset
+from gss.train.config import TrainConfig
+
+
+class RunFolder:
+    """Paths of a run, and what is written beside its checkpoints."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self._lock: IO[str] | None = None
+
+    def open(self) -> None:
+        """Make the folder, or take it over; refuse one that is something else or that another process trains in."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file: give a folder for the run")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
+            raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise ValueError(
+                f"another process is training in {self.path}: wait for it, or give another --out"
+            ) from None
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def describe(self, config: TrainConfig, dataset: Dataset, world_size: int, device: torch.device) -> None:
+        """Write what the run is. The environment is appended to, so that every start of the run is on record."""
+        _write_json(self.path / "config.json", to_mapping(config))
+        _write_json(self.path / "data.json", data_facts(dataset))
+        if dataset.manifest is not None:
+            dataset.tokenizer().save(self.path / "tokenizer")
+        path = self.path / "environment.json"
+        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        _write_json(path, [*starts, _environment(world_size, device)])
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop rows after a step: those of work that was lost with the process, which will be done again."""
+        if self.metrics.exists():
+            kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
+            _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_sample(self, step: int, text: str) -> None:
+        """Keep a sample of text."""
+        folder = self.path / "samples"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step-{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a last one that a kill cut short is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def data_facts(dataset: Dataset) -> dict[str, Any]:
+    """What names the data of a run."""
+    manifest = dataset.manifest
+    return {
+        "folder": str(dataset.folder.resolve()) if dataset.folder else None,
+        "hash": dataset.hash,
+        "split": dataset.split,
+        "tokens": len(dataset.tokens),
+        "documents": len(dataset),
+        "unigram_entropy": dataset.unigram_entropy,
+        "tokenizer": manifest.tokenizer["hash"] if manifest else None,
+    }
+
+
+def _environment(world_size: int, device: torch.device) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "gss": gss.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processes": world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _write_json(path: Path, values: Any) -> None:
+    _replace(path, json.dumps(values, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write aside and rename, so that the file is never half-written under its name."""
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -1,0 +1,345 @@
+"""The training loop: from a config, prepared data and a run folder to checkpoints, resumed by itself.
+
+Everything that happens between two steps is decided here: logging, evaluation, samples, saving, stopping. What a
+step is, how a checkpoint looks and where files lie is known elsewhere.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gss.accounting import flops_per_token
+from gss.config import to_mapping
+from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset, read_manifest
+from gss.data.manifest import verify_files
+from gss.model import build_model
+from gss.train import checkpoint, probe, snapshot
+from gss.train.config import TrainConfig, differences
+from gss.train.distributed import World, joined, reshard
+from gss.train.folder import RunFolder, data_facts
+from gss.train.interrupt import Interrupt
+from gss.train.progress import Progress, matmul_rate, perplexity
+from gss.train.step import Stepper, StepResult
+
+BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended."""
+
+    run: Path
+    step: int
+    """Steps taken in all, those before a resume included."""
+    loss: float | None
+    """Of the last step; None when no step was left to take."""
+    signal: int | None = None
+    """The signal that stopped it early; None at the regular end."""
+
+
+def train(
+    config: TrainConfig,
+    data: str | Path,
+    out: str | Path,
+    *,
+    allow: Sequence[str] = (),
+    quiet: bool = False,
+) -> TrainResult:
+    """Train, or go on training, in the folder `out` on the prepared corpus `data`.
+
+    A folder with checkpoints is resumed from the newest good one, and must be the same run: same model, batches,
+    optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to train longer.
+    Under torchrun every process calls this.
+    """
+    with joined(config.device) as world:
+        # One process reads all of the data against its hashes; the others wait for its word, then trust it.
+        dataset, error = None, None
+        if world.leads:
+            try:
+                dataset = open_dataset(data, "train")
+            except (OSError, ValueError) as caught:
+                error = caught
+        _agree(world, error)
+        dataset = dataset or open_dataset(data, "train", verify=False)
+        folder = RunFolder(out)
+        try:
+            error = None
+            if world.leads:
+                try:
+                    folder.open()
+                    checkpoint.clean(folder.checkpoints)
+                except (OSError, ValueError) as caught:
+                    error = caught
+            _agree(world, error)
+            return _Run(config, dataset, folder, world, allow, quiet).go()
+        finally:
+            folder.close()
+
+
+def _agree(world: World, error: Exception | None) -> None:
+    """Stop everywhere when the leader met an error."""
+    if world.any(error is not None):
+        raise error or ValueError("the first process stopped; its message says why")
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        folder: RunFolder,
+        world: World,
+        allow: Sequence[str],
+        quiet: bool,
+    ) -> None:
+        if config.model.vocab_size < dataset.vocab_size:
+            raise ValueError(
+                f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
+            )
+        self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
+        self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
+        torch.manual_seed(config.seed)
+        self.stepper = Stepper(build_model(config.model), config, world)
+        self.step = 0
+        self.progress = Progress(
+            config.steps,
+            folder.path / "tensorboard" if config.report.tensorboard and world.leads else None,
+            quiet or not world.leads,
+        )
+        self._pending: list[StepResult] = []
+        self._last_row: dict[str, Any] | None = None
+        self._data_seen = self._data_state()
+        self._flops = 3 * flops_per_token(config.model, config.length)
+        self._peak = matmul_rate(world.device, torch.bfloat16 if self.stepper.autocast else torch.float32)
+        self._clock = time.perf_counter()
+        self._saved_at: int | None = None
+        self._resume(set(allow))
+
+    def go(self) -> TrainResult:
+        """Train to the end, to a signal or to an error."""
+        config, world = self.config, self.world
+        self._introduce()
+        interrupt = Interrupt()
+        with (
+            self.progress,
+            interrupt,
+            Prefetch(
+                self.batches, self.step, config.steps, rank=world.rank, world=world.size, device=world.device
+            ) as batches,
+        ):
+            self._clock = time.perf_counter()
+            for batch in batches:
+                self._pending.append(self.stepper.step(batch, self.step))
+                self.step += 1
+                stop = world.any(interrupt.signal is not None)
+                self._between_steps(stop or self.step == config.steps)
+                if stop:
+                    name = interrupt.signal.name if interrupt.signal else "a signal to another process"
+                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; the same command goes on")
+                    return self._result(int(interrupt.signal or 15))
+        return self._result(None)
+
+    def _between_steps(self, last: bool) -> None:
+        config, step = self.config, self.step
+        report = config.report
+        if last or step % report.log_every == 0:
+            self._log()
+        evaluate = report.evaluate_every and (step % report.evaluate_every == 0 or step == config.steps)
+        sample = report.sample_every and (step % report.sample_every == 0 or step == config.steps)
+        if evaluate:
+            self._evaluate()
+        if sample:
+            self._sample()
+        if last or step % config.checkpoint.every == 0:
+            self._save()
+        self._clock = time.perf_counter() if evaluate or sample or self._saved_at == step else self._clock
+
+    def _resume(self, allow: set[str]) -> None:
+        """Load the newest good checkpoint if there is any; refuse to go on as another run."""
+        world, error, step = self.world, None, -1
+        if world.leads:
+            try:
+                step = self._find_checkpoint()
+            except (OSError, ValueError) as caught:
+                error = caught
+        _agree(world, error)
+        step = world.from_leader(step)
+        if step < 0:
+            return
+        saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}")
+        _refuse_changes(saved.trainer, self.config, self.dataset, allow)
+        if step > self.config.steps:
+            raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
+        snapshot.restore(self.stepper, saved.tensors, saved.trainer["optimizer"])
+        self.step = self._saved_at = step
+
+    def _find_checkpoint(self) -> int:
+        path, damaged = checkpoint.newest_good(self.folder.checkpoints)
+        for what in damaged:
+            self.progress.note(f"warning: {what}; using the one before it")
+        if path is None and damaged:
+            raise ValueError(
+                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start anew"
+            )
+        return -1 if path is None else checkpoint.step_of(path)
+
+    def _introduce(self) -> None:
+        config, world = self.config, self.world
+        if not world.leads:
+            return
+        self.folder.describe(config, self.dataset, world.size, world.device)
+        self.folder.cut_metrics(self.step)
+        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
+        self.progress.note(
+            f"{config.preset}: {parameters:,} parameters on {world.size} × {world.device.type}; "
+            f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
+            f"epoch; run folder {self.folder.path}"
+        )
+        if self.step:
+            self.progress.note(f"going on from step {self.step:,} of {config.steps:,}")
+
+    def _log(self) -> None:
+        """Read the results of the steps since the last time, refuse what is not finite, write and show."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        numbers = torch.stack(
+            [torch.stack([result.loss, result.gradient_norm, result.targets.to(result.loss)]) for result in pending]
+        ).tolist()  # waits for the device
+        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        self._clock = time.perf_counter()
+        speed = len(pending) * self.config.batch_tokens / seconds
+        rows: list[dict[str, Any]] = []
+        for i, ((loss, norm, targets), result) in enumerate(zip(numbers, pending, strict=True)):
+            step = self.step - len(pending) + i + 1
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._write(rows)
+                raise self._diverged(step, loss, norm, result.learning_rate)
+            rows.append(
+                {
+                    "kind": "train",
+                    "step": step,
+                    "loss": loss,
+                    "learning_rate": result.learning_rate,
+                    "gradient_norm": norm,
+                    "targets": int(targets),
+                    "tokens_per_second": speed,
+                    "mfu": speed * self._flops / self.world.size / self._peak if self._peak else None,
+                }
+            )
+        self._write(rows)
+        self._last_row = rows[-1]
+        self.progress.training(rows[-1], (self.config.steps - self.step) * seconds / len(pending))
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if self.world.leads:
+            self.folder.append_metrics(rows)
+            for row in rows:
+                numbers = {k: v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, int | float)}
+                self.progress.scalars(row["step"], {f"{row['kind']}/{name}": v for name, v in numbers.items()})
+
+    def _evaluate(self) -> None:
+        """Every process evaluates the same (under FSDP2 each holds a part of the model); the leader writes."""
+        losses = probe.evaluate(self.stepper.model, self.dataset, self.config, self.world.device)
+        if losses is None:
+            return
+        reshard(self.stepper.model)
+        for length, loss in losses.items():
+            self._write([{"kind": "evaluation", "step": self.step, "length": length, "loss": loss}])
+            self.progress.note(
+                f"step {self.step:,} · validation at {length:,} tokens: loss {loss:.4f}, "
+                f"perplexity {perplexity(loss):.2f}"
+            )
+
+    def _sample(self) -> None:
+        text = probe.sample(self.stepper.model, self.dataset, self.config)
+        reshard(self.stepper.model)
+        if self.world.leads:
+            self.folder.write_sample(self.step, text)
+        self.progress.note(f"step {self.step:,} · sample:\n{text}")
+
+    def _save(self) -> None:
+        """Write a checkpoint unless this step has one; results up to here have been read and are finite."""
+        if self._saved_at == self.step:
+            return
+        self._log()
+        tensors, scalars = snapshot.take(self.stepper)
+        error: Exception | None = None
+        if self.world.leads:
+            try:
+                self._refuse_changed_data()
+                trainer = {
+                    "step": self.step,
+                    "config": to_mapping(self.config),
+                    "data": data_facts(self.dataset),
+                    "optimizer": scalars,
+                    "processes": self.world.size,
+                }
+                checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
+                keep = self.config.checkpoint
+                checkpoint.retain(self.folder.checkpoints, keep.keep_last, keep.keep_every)
+            except (OSError, ValueError) as caught:
+                error = caught
+        _agree(self.world, error)
+        self._saved_at = self.step
+
+    def _data_state(self) -> list[tuple[int, int, int]]:
+        """What tells without reading it that a file of the data was touched."""
+        if self.dataset.folder is None or self.dataset.manifest is None:
+            return []
+        files = self.dataset.manifest.splits[self.dataset.split]["files"]
+        states = [(self.dataset.folder / name).stat() for name in sorted(files)]
+        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+
+    def _refuse_changed_data(self) -> None:
+        dataset = self.dataset
+        if dataset.folder is None or dataset.manifest is None:
+            return
+        try:
+            verify_files(dataset.folder, dataset.manifest.splits[dataset.split]["files"], contents=False)
+            same = read_manifest(dataset.folder).hash == dataset.hash and self._data_state() == self._data_seen
+            what = "" if same else f"the files in {dataset.folder} are not those that the run started with"
+        except (OSError, ValueError) as error:
+            what = str(error)
+        if what:
+            raise ValueError(
+                f"the data changed under the run, so step {self.step:,} was not saved: {what}. Put the data back "
+                f"and give the same command again; it goes on from {self._newest()}"
+            )
+
+    def _newest(self) -> str:
+        return "the start" if self._saved_at is None else f"step {self._saved_at:,}"
+
+    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> ValueError:
+        return ValueError(
+            f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate {rate:.2e}): the run "
+            f"diverged and was stopped. Nothing after it was saved; the same command goes on from {self._newest()}. "
+            "If it happens again, lower optimizer.learning_rate or raise optimizer.warmup_steps (with --allow), or "
+            "set precision=fp32"
+        )
+
+    def _result(self, signal: int | None) -> TrainResult:
+        return TrainResult(self.folder.path, self.step, self._last_row["loss"] if self._last_row else None, signal)
+
+
+def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
+    changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
+    now = data_facts(dataset)
+    for name in ("hash", "tokenizer"):
+        if trainer["data"][name] != now[name] and f"data.{name}" not in allow:
+            changed[f"data.{name}"] = (trainer["data"][name], now[name])
+    if changed:
+        what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
+        flags = " ".join(f"--allow {name}" for name in changed)
+        raise ValueError(
+            f"the run folder holds a run with other settings: {what}. Put them back, give another --out, or go on "
+            f"all the same with {flags}"
+        )

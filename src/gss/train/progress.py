@@ -1,0 +1,121 @@
+"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, TensorBoard if asked.
+
+Knows rows of numbers and the console; measures nothing itself but the machine's matrix-product rate.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Progress:
+    """Shows rows as they come. On a terminal the last one stays in place, with the time left counting down."""
+
+    def __init__(self, steps: int, tensorboard: Path | None = None, quiet: bool = False) -> None:
+        self._steps = steps
+        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._board = _summary_writer(tensorboard) if tensorboard else None
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal and not self._console.quiet:
+            self._live = Live(console=self._console, transient=False, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(text))
+
+    def training(self, row: Mapping[str, Any], seconds_left: float) -> None:
+        """The newest training row."""
+        line = Text(training_line(row, self._steps, seconds_left))
+        if self._live is not None:
+            self._live.update(line)
+        else:
+            self._console.print(line)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers for TensorBoard."""
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+
+def training_line(row: Mapping[str, Any], steps: int, seconds_left: float) -> str:
+    """One line of progress."""
+    parts = [
+        f"step {row['step']:,}/{steps:,}",
+        f"loss {row['loss']:.4f}",
+        f"perplexity {perplexity(row['loss']):.2f}",
+        f"rate {row['learning_rate']:.2e}",
+        f"gradient {row['gradient_norm']:.2f}",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+    ]
+    if row.get("mfu") is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    return " · ".join([*parts, f"{duration(seconds_left)} left"])
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss, infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def duration(seconds: float) -> str:
+    """A stretch of time as people write it: 45s, 3m20s, 5h07m, 2d04h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
+    """FLOP/s of a large matrix product here: what MFU is measured against. None on a CPU, where it says little.
+
+    Measured instead of looked up: a table of GPUs goes stale, and a GPU's limits depend on its power cap.
+    """
+    if device.type != "cuda":
+        return None
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(8):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _summary_writer(folder: Path) -> "SummaryWriter":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "report.tensorboard needs the tensorboard package: pip install 'gss-lm[tensorboard]', or turn it off"
+        ) from None
+    return SummaryWriter(log_dir=str(folder))

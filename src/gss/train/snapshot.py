@@ -1,0 +1,98 @@
+"""From a training state to named tensors and back: parameters, optimizer, carried states.
+
+Tensors are whole, whatever they were spread over, and carried states are by global row: what one world size or
+strategy saved, another loads. Nothing random is kept, since a step's randomness depends on its number alone; rates
+neither, since they follow from the config and the step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gss.nn.state import ModelState
+from gss.train.distributed import like, reshard, whole
+from gss.train.step import Stepper
+
+MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
+Groups = dict[str, dict[str, Tensor]]
+
+
+def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
+    """Groups of tensors, and the optimizer's scalars by parameter: on the leader; empty elsewhere.
+
+    Every process must call it: shards are gathered one tensor at a time.
+    """
+    reshard(stepper.model)
+    groups: Groups = {MODEL: {}, OPTIMIZER: {}}
+    scalars: dict[str, dict[str, float]] = {}
+    for name, parameter in stepper.model.named_parameters():
+        _put(groups[MODEL], name, whole(parameter, stepper.world))
+        for key, value in sorted(stepper.optimizer.state[parameter].items()):
+            if isinstance(value, Tensor) and value.ndim:
+                _put(groups[OPTIMIZER], f"{name}:{key}", whole(value, stepper.world))
+            elif stepper.world.leads:
+                scalars.setdefault(name, {})[key] = float(value)
+    if stepper.lanes is not None:
+        groups[LANES] = {}
+        for name, tensor in _named(stepper.lanes).items():
+            _put(groups[LANES], name, stepper.world.gather_rows(tensor))
+    return groups, scalars
+
+
+def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]) -> None:
+    """Put a snapshot's values into a freshly made stepper of the same model, on any number of processes."""
+    _restore_model(stepper, groups[MODEL])
+    state: dict[str, dict[str, Any]] = {}
+    for name, tensor in groups[OPTIMIZER].items():
+        owner, _, key = name.rpartition(":")
+        state.setdefault(owner, {})[key] = tensor
+    for name, parameter in stepper.model.named_parameters():
+        own: dict[str, Any] = {key: like(tensor, parameter) for key, tensor in state.get(name, {}).items()}
+        for key, value in scalars.get(name, {}).items():
+            own[key] = torch.tensor(value, device=parameter.device)  # float32, as torch's optimizers count steps
+        stepper.optimizer.state[parameter] = own
+    if stepper.lanes is not None:
+        if LANES not in groups:
+            raise ValueError("the checkpoint holds no carried states: it was not trained in lanes")
+        first, count = stepper.first_row, stepper.lanes.batch
+        rows = {name: tensor[first : first + count] for name, tensor in groups[LANES].items()}
+        stepper.lanes = _unnamed(rows, len(stepper.lanes.layers)).to(stepper.world.device)
+        stepper.model.check_state(stepper.lanes, count)
+
+
+@torch.no_grad()
+def _restore_model(stepper: Stepper, tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(stepper.model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        odd = ", ".join(sorted(parameters.keys() ^ tensors.keys())[:4])
+        raise ValueError(f"the checkpoint is another model's: {odd} … are in only one of the two")
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise ValueError(
+                f"the checkpoint is another model's: {name} has shape {list(tensors[name].shape)} there, "
+                f"{list(parameter.shape)} here"
+            )
+        parameter.copy_(like(tensors[name], parameter))
+
+
+def _put(group: dict[str, Tensor], name: str, tensor: Tensor | None) -> None:
+    if tensor is not None:
+        group[name] = tensor
+
+
+def _named(state: ModelState) -> dict[str, Tensor]:
+    tensors = {"position": state.position}
+    for i, layer in enumerate(state.layers):
+        tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+def _unnamed(tensors: Mapping[str, Tensor], depth: int) -> ModelState:
+    layers: list[dict[str, Tensor]] = [{} for _ in range(depth)]
+    for name, tensor in tensors.items():
+        if name != "position":
+            _, index, slot = name.split(".", 2)
+            layers[int(index)][slot] = tensor
+    return ModelState(tensors["position"], tuple(layers))

@@ -1,0 +1,130 @@
+"""One optimizer step on one global batch, the same on one process or many, in one piece or in micro-batches.
+
+The loss is the mean over all counted targets of the global batch: every micro-batch's sum is divided by that one
+number, so that accumulation and processes only change the order of additions. In lanes the state of every row is
+carried from step to step, cut off from the graph, and begins anew where a document does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gss.data import Batch
+from gss.loss import next_token_loss
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+from gss.train.config import TrainConfig
+from gss.train.distributed import World, gradients_synced, prepare_layers, replicate, shard
+from gss.train.optim import build_optimizer, clip_gradients, set_learning_rates
+
+
+class LossModule(nn.Module):
+    """Tokens and targets in, the summed loss out: one module, so that DDP sees the whole of forward and loss."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, mask: Tensor, starts: Tensor | None, state: ModelState | None, keep: bool
+    ) -> tuple[Tensor, ModelState | None]:
+        """The summed loss of the counted targets, and the state after the tokens if it is to be kept."""
+        hidden, after = self.model.hidden(tokens, state, keep_state=keep, starts=starts)
+        loss = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, mask)
+        return loss, after
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, as tensors on the device, so that nothing is waited for."""
+
+    loss: Tensor
+    """Mean over the global batch's counted targets, before the update."""
+    gradient_norm: Tensor
+    """Before clipping."""
+    learning_rate: float
+    targets: Tensor
+    """How many targets were counted, over all processes."""
+
+
+class Stepper:
+    """A model spread over the world, its optimizer, and the carried state of this process's rows."""
+
+    def __init__(self, model: LanguageModel, config: TrainConfig, world: World) -> None:
+        if config.rows % world.size:
+            raise ValueError(
+                f"{config.rows} rows a step (batch_tokens ÷ length) cannot be shared by {world.size} processes: "
+                "change batch_tokens or the number of processes"
+            )
+        if config.batching == "lanes" and not model.bounded_state:
+            raise ValueError(
+                "lanes carry the state from step to step, and this model's grows with everything it has read: "
+                "use batching=segments, or a model with attention.chunk set or without attention"
+            )
+        self.model, self.config, self.world = model.to(world.device), config, world
+        self.lanes: ModelState | None = None
+        self._rows = config.rows // world.size
+        self._micro_rows = self._rows
+        if config.micro_batch_tokens is not None:
+            self._micro_rows = min(self._rows, config.micro_batch_tokens // config.length)
+        prepare_layers(self.model, config)
+        self._module: nn.Module = LossModule(self.model)
+        if world.size > 1 and config.parallel == "fsdp2":
+            shard(self.model, world)
+        elif world.size > 1:
+            self._module = replicate(self._module, world)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        precision = config.precision
+        self.autocast = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+        if config.batching == "lanes":
+            self.lanes = self.model.initial_state(self._rows)
+
+    @property
+    def first_row(self) -> int:
+        """The first of this process's rows in the global batch."""
+        return self.world.rank * self._rows
+
+    def step(self, batch: Batch[Tensor], step: int) -> StepResult:
+        """Forward, backward, clip, update: step number `step`, counted from 0."""
+        config, world = self.config, self.world
+        # Whatever is random in a step (dropout) depends on its number alone, so that it is the same after a resume.
+        torch.manual_seed((config.seed * 1_000_003 + step) * 65_537 + world.rank)
+        learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
+        targets = world.sum(batch.mask.sum())
+        scale = world.size / targets.clamp(min=1)  # DDP and FSDP2 average over processes, which is undone here
+        losses = self._accumulate(batch, scale)
+        norm = clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = world.sum(torch.stack(losses).sum()) / targets.clamp(min=1)
+        return StepResult(loss, norm, learning_rate, targets)
+
+    def _accumulate(self, batch: Batch[Tensor], scale: Tensor) -> list[Tensor]:
+        """Backward through every micro-batch; returns their summed losses."""
+        carried = self._carried(batch)
+        losses: list[Tensor] = []
+        after: list[ModelState] = []
+        for first in range(0, self._rows, self._micro_rows):
+            rows = slice(first, min(first + self._micro_rows, self._rows))
+            last = rows.stop == self._rows
+            state = carried and carried.select(range(rows.start, rows.stop))
+            starts = batch.starts[rows] if self.config.batching == "packed" else None
+            with gradients_synced(self._module, self.model, last):
+                with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
+                    loss, kept = self._module(
+                        batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, state, carried is not None
+                    )
+                (loss * scale).backward()
+            losses.append(loss.detach())
+            if kept is not None:
+                after.append(kept.detach())
+        if after:
+            self.lanes = after[0] if len(after) == 1 else ModelState.join(after)
+        return losses
+
+    def _carried(self, batch: Batch[Tensor]) -> ModelState | None:
+        """The state that this batch's rows go on from: none, or the lanes', fresh where a document begins."""
+        if self.lanes is None:
+            return None
+        return self.lanes.where(batch.starts[:, 0], self.model.initial_state(self._rows))
