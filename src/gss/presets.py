@@ -75,7 +75,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "dss-small": Preset(
         config=override(_DSS_MODEL, {**_SMALL, "depth": 9, "state_space.modes": 64}),
-        about="DSS, 47M parameters",
+        about="DSS, 46M parameters",
     ),
     "transformer-small": Preset(
         config=override(_TRANSFORMER, {**_SMALL, "depth": 9}), about="Transformer, 45M parameters"

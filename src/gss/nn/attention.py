@@ -35,6 +35,10 @@ class TransformerBlock(SequenceLayer):
         cache = Slot((self.chunk, self.heads, self.head_width))
         return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
 
+    def mixing_flops(self, length: int) -> float:
+        keys = (min(self.chunk or length, length) + 1) / 2  # that a token sees, on average
+        return 4 * self.heads * self.head_width * keys
+
     def forward(
         self,
         x: Tensor,
@@ -46,14 +50,15 @@ class TransformerBlock(SequenceLayer):
         attend = self._attend_everything if self.chunk is None else self._attend_chunks
         after: LayerState = {}
         if documents is None:
-            attended, after = attend(*projected.unbind(2), state, keep_state)
+            attended, after = attend(projected, state, keep_state)
         else:
-            attended = documents.mix(lambda rows: attend(*rows.unbind(2), None, False)[0], projected)
+            attended = documents.mix(lambda rows: attend(rows, None, False)[0], projected)
         return self.feedforward(x + self.output(attended.flatten(2))), after
 
     def _attend_everything(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None, keep_state: bool
-    ) -> tuple[Tensor, LayerState]:  # queries, keys, values [B, L, h, d]
+        self, projected: Tensor, state: LayerState | None, keep_state: bool
+    ) -> tuple[Tensor, LayerState]:
+        queries, keys, values = projected.unbind(2)  # [B, L, h, d] each
         batch, length = keys.shape[:2]
         if state is None:
             position = torch.zeros(batch, dtype=torch.int64, device=keys.device)
@@ -68,9 +73,10 @@ class TransformerBlock(SequenceLayer):
         return attended, {"keys": keys, "values": values, "length": position + length} if keep_state else {}
 
     def _attend_chunks(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None, keep_state: bool
+        self, projected: Tensor, state: LayerState | None, keep_state: bool
     ) -> tuple[Tensor, LayerState]:
         assert self.chunk is not None
+        queries, keys, values = projected.unbind(2)
         batch, length = keys.shape[:2]
         if state is None:
             position = torch.zeros(batch, dtype=torch.int64, device=keys.device)

@@ -38,6 +38,10 @@ class DSSBlock(SequenceLayer):
     def state_slots(self) -> dict[str, Slot]:
         return {f"modes{i}": self.slot for i in range(len(self.mixers))}
 
+    def mixing_flops(self, length: int) -> float:
+        spaces = [module for module in self.modules() if isinstance(module, DiagonalStateSpace)]
+        return sum(space.mixing_flops(length) for space in spaces)
+
     def forward(
         self,
         x: Tensor,

@@ -26,6 +26,9 @@ class GSSLayer(SequenceLayer):
     def state_slots(self) -> dict[str, Slot]:
         return {"modes": Slot((self.state_space.channels, self.state_space.config.modes, 2))}
 
+    def mixing_flops(self, length: int) -> float:
+        return self.state_space.mixing_flops(length)
+
     def forward(
         self,
         x: Tensor,

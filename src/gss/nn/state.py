@@ -49,6 +49,10 @@ class SequenceLayer(nn.Module):
         """
         raise NotImplementedError
 
+    def mixing_flops(self, length: int) -> float:
+        """Arithmetic of mixing tokens, a token of a sequence of `length`: what comes on top of dense products."""
+        raise NotImplementedError
+
     def initial_state(self, batch: int) -> LayerState:
         """The state before any token, for `batch` sequences."""
         parameter = next(self.parameters())

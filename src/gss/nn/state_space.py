@@ -51,6 +51,11 @@ class DiagonalStateSpace(nn.Module):
         readout = torch.view_as_complex(self.readout.to(drive.real.dtype)) * drive
         return readout.to(state_dtype(self.readout.dtype).to_complex()), log_a
 
+    def mixing_flops(self, length: int) -> float:
+        """Two real FFTs of size 2L and the product between, a token; what the batch shares is left out."""
+        size = 2 * length
+        return self.channels * (2 * 2.5 * size * math.log2(size) + 3 * size) / length
+
     def eigenvalues(self) -> Tensor:
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)

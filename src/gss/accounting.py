@@ -1,0 +1,83 @@
+"""What a model costs before it is built: parameters, arithmetic a token, memory a sequence."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gss.config import ModelConfig
+from gss.model import LAYERS
+from gss.nn.dense import norm
+from gss.nn.state import Slot
+from gss.nn.state_space import DiagonalStateSpace
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of layer (or the embedding, or the last norm) in a model."""
+
+    name: str
+    count: int
+    parameters: int
+    """Of all `count` of them."""
+    state_space: int = 0
+    """How many of these are state-space parameters."""
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """A model's costs, by part where that says something."""
+
+    parts: tuple[Part, ...]
+    flops: dict[str, int]
+    """Arithmetic of a forward pass, a token, by what it is spent on."""
+    state_bytes: int
+    """Memory that one sequence's state takes."""
+    length: int
+    """Sequence length that `flops` and `state_bytes` are for."""
+
+    @property
+    def parameters(self) -> int:
+        """All of them; the tied embedding once."""
+        return sum(part.parameters for part in self.parts)
+
+
+def account(config: ModelConfig, length: int = 4096) -> Accounts:
+    """Parameters by part, FLOPs a token and state bytes a sequence, for sequences of `length` tokens."""
+    if length < 1:
+        raise ValueError(f"the length must be at least 1, not {length}")
+    parts = [Part("embedding (tied)", 1, config.vocab_size * config.width)]
+    flops = {"dense": 2 * config.vocab_size * config.width, "mixing": 0}
+    state_scalars, counts = 0, 8  # the position
+    with torch.device("meta"):
+        for kind in dict.fromkeys(config.layers):
+            layer, count = LAYERS[kind](config), config.layers.count(kind)
+            spaces = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
+            in_spaces = count * sum(p.numel() for space in spaces for p in space.parameters())
+            parts.append(Part(f"{kind} layers", count, count * _parameters(layer), in_spaces))
+            weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+            flops["dense"] += 2 * weights * count
+            flops["mixing"] += math.ceil(count * layer.mixing_flops(length))
+            slots = layer.state_slots().values()
+            state_scalars += count * sum(_scalars(slot, length) for slot in slots if not slot.integer)
+            counts += count * 8 * sum(slot.integer for slot in slots)
+        parts.append(Part("last norm", 1, _parameters(norm(config.width, config))))
+    return Accounts(tuple(parts), flops, 4 * state_scalars + counts, length)
+
+
+def flops_per_token(config: ModelConfig, length: int) -> int:
+    """Arithmetic of a forward pass, a token of a sequence of `length`; a training step costs three times as much.
+
+    Dense products and mixing: attention over the keys that a token sees on average, convolutions by FFT. Making
+    their kernels is left out: it is paid once for a batch, not a token.
+    """
+    return sum(account(config, length).flops.values())
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _scalars(slot: Slot, length: int) -> int:
+    return math.prod(length if size is None else size for size in slot.shape)

@@ -1,0 +1,54 @@
+"""Timing and peak memory, fair to both sides: alternating runs in one process, memory in a fresh one each."""
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def median_seconds(contestants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median time of each function, after a warm-up; they take turns, so that noise falls on all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeats + 1):
+        for name, function in contestants.items():
+            started = time.perf_counter()
+            function()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_bytes(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> int:
+    """How far one run raises the peak memory of a new process, in which `prepare(*arguments)` made the function."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report_peak, args=(sender, prepare, arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError("the process that measures memory ended without an answer: out of memory?") from None
+    finally:
+        process.join()
+
+
+def _report_peak(sender: Any, prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:
+    function = prepare(*arguments)
+    before = _peak()
+    function()
+    sender.send(_peak() - before)
+
+
+def _peak() -> int:
+    if (
+        sys.platform == "linux"
+    ):  # where a new process starts with its parent's ru_maxrss, but with its own high-water mark
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
