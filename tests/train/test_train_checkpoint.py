@@ -1,0 +1,139 @@
+"""Checkpoint files: whole or refused, whatever happens to them."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gss.train import checkpoint
+from gss.train.checkpoint import DamagedCheckpointError
+
+
+def _tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    return {
+        "model": {"a.weight": torch.randn(7, 5), "b": torch.randn(3, dtype=torch.float64)},
+        "optimizer": {"a.weight:exp_avg": torch.randn(7, 5)},
+    }
+
+
+def _save(folder: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint.save(folder, step, _tensors(step), {"step": step, "note": "é"})
+
+
+def test_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 12, _tensors(0), {"step": 12, "rate": 0.1})
+    assert path.name == "step-00000012"
+    loaded = checkpoint.load(path)
+    assert (loaded.step, loaded.trainer) == (12, {"step": 12, "rate": 0.1})
+    for group, members in _tensors(0).items():
+        assert loaded.tensors[group].keys() == members.keys()
+        for name, tensor in members.items():
+            assert torch.equal(loaded.tensors[group][name], tensor)
+            assert loaded.tensors[group][name].dtype == tensor.dtype
+
+
+def test_no_pickle_in_any_file(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, _tensors(0), {})
+    names = sorted(file.name for file in path.iterdir())
+    assert names == ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+    for name in names:
+        content = (path / name).read_bytes()
+        assert json.loads(content) is not None if name.endswith(".json") else content[8:9] == b"{"
+
+
+def test_200_bit_flips_and_truncations_are_all_detected(tmp_path: Path) -> None:
+    _save(tmp_path, 10, 20)
+    good, newest = checkpoint.checkpoints(tmp_path)
+    originals = {path: path.read_bytes() for path in newest.iterdir()}
+    draw = random.Random(4)
+    for trial in range(200):
+        path = draw.choice(sorted(originals))
+        content = bytearray(originals[path])
+        if trial % 4 == 3:
+            content = content[: draw.randrange(len(content))]
+        else:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=str(newest)):
+            checkpoint.load(newest)
+        used, damaged = checkpoint.newest_good(tmp_path)
+        assert used == good
+        assert len(damaged) == 1
+        assert str(newest) in damaged[0]
+        path.write_bytes(originals[path])
+    checkpoint.verify(newest)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json", "manifest.json"])
+def test_missing_and_surplus_files_are_damage(tmp_path: Path, name: str) -> None:
+    _save(tmp_path, 10)
+    (path,) = checkpoint.checkpoints(tmp_path)
+    (path / name).rename(path / "other")
+    with pytest.raises(DamagedCheckpointError):
+        checkpoint.verify(path)
+
+
+def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000011")
+    assert checkpoint.newest_good(tmp_path)[0] == tmp_path / "step-00000010"
+
+
+def test_damage_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    (tmp_path / "step-00000010" / "model.safetensors").write_bytes(b"")
+    _save(tmp_path, 10)
+    assert checkpoint.newest_good(tmp_path) == (tmp_path / "step-00000010", [])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_retention(tmp_path: Path) -> None:
+    for step in range(10, 101, 10):
+        _save(tmp_path, step)
+        checkpoint.retain(tmp_path, keep_last=2, keep_every=40)
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [40, 80, 90, 100]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    (tmp_path / ".aside-step-00000020-1").mkdir()
+    (tmp_path / ".aside-step-00000020-1" / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.newest_good(tmp_path)[0] == tmp_path / "step-00000010"
+    checkpoint.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+# Files cannot grow past a limit: what a full disk does to a write, with no disk to fill.
+_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from gss.train import checkpoint
+folder = Path(sys.argv[1])
+checkpoint.save(folder, 10, {"model": {"w": torch.zeros(10)}}, {})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    checkpoint.save(folder, 20, {"model": {"w": torch.zeros(100_000)}}, {"long": "x" * 10_000})
+except OSError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("limit", [100, 200_000])
+def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, limit: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _FULL_DISK, str(tmp_path), str(limit)], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert "could not write the checkpoint of step 20" in done.stdout
+    assert "make room" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    checkpoint.verify(tmp_path / "step-00000010")

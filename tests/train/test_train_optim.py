@@ -1,0 +1,88 @@
+"""Which parameter has which rate and decay, in every family; the schedule; the clipping."""
+
+import math
+
+import pytest
+import torch
+from train_runs import FAMILIES, small_config
+
+from gss.model import build_model
+from gss.train.config import OptimizerConfig
+from gss.train.optim import (
+    build_optimizer,
+    clip_gradients,
+    group_of_parameters,
+    learning_rate,
+    parameter_groups,
+    set_learning_rates,
+)
+
+STATE_SPACE_NAMES = ("log_decay", "frequency", "readout", "skip", "log_step")
+
+
+def _expected_group(name: str) -> str:
+    """By name, so that this says something else than the code under test does."""
+    if name.rpartition(".")[2] in STATE_SPACE_NAMES:
+        return "state_space"
+    if name.endswith(".bias") or "norm" in name:
+        return "undecayed"
+    return "decayed"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_its_group(family: str) -> None:
+    model = build_model(small_config(family).model)
+    groups = group_of_parameters(model)
+    assert groups == {name: _expected_group(name) for name, _ in model.named_parameters()}
+    assert groups["embedding.weight"] == "decayed"
+    assert ("state_space" in groups.values()) == (family != "transformer")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rates_and_decay_over_a_run(family: str) -> None:
+    config = OptimizerConfig(warmup_steps=10, learning_rate=2e-3)
+    model = build_model(small_config(family).model)
+    optimizer = build_optimizer(model, config)
+    owner = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert len(owner) == len(list(model.parameters()))
+    for step, base in ((0, 2e-4), (4, 1e-3), (9, 2e-3), (99, 1e-6)):
+        set_learning_rates(optimizer, config, step, steps=100)
+        for name, parameter in model.named_parameters():
+            kind = _expected_group(name)
+            group = owner[id(parameter)]
+            assert group["lr"] == pytest.approx(1e-3 if kind == "state_space" else base), (name, step)
+            assert group["weight_decay"] == (0.1 if kind == "decayed" else 0.0), name
+            assert group["betas"] == (0.9, 0.98)
+
+
+def test_schedule_is_linear_then_cosine() -> None:
+    config = OptimizerConfig(warmup_steps=4, learning_rate=1.0, final_learning_rate=0.1)
+    rates = [learning_rate(config, step, 13) for step in range(13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[8] == pytest.approx(0.55)
+    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert rates[12] == pytest.approx(0.1)
+    assert learning_rate(config, 1000, 13) == pytest.approx(0.1)
+    assert learning_rate(OptimizerConfig(warmup_steps=0), 0, 1) == OptimizerConfig().learning_rate
+
+
+@pytest.mark.parametrize("scale", [0.01, 10.0])
+def test_clip_is_over_all_parameters_together(scale: float) -> None:
+    model = build_model(small_config().model)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * scale / 30
+    before = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    norm = clip_gradients(model.parameters(), 1.0)
+    after = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert norm == pytest.approx(before.norm().item(), rel=1e-5)
+    expected = before if norm < 1 else before / norm
+    assert torch.allclose(after, expected, rtol=1e-4)
+
+
+def test_state_space_parameters_are_real_and_fp32() -> None:
+    for family in FAMILIES:
+        model = build_model(small_config(family).model)
+        for group in parameter_groups(model, OptimizerConfig()):
+            assert all(p.dtype == torch.float32 and not p.is_complex() for p in group["params"])
