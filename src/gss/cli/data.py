@@ -78,7 +78,7 @@ def prepare_command(
 ) -> None:
     """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
     from gss.cli.progress import share_bar
-    from gss.data.prepare import prepare
+    from gss.data.preparation import prepare
     from gss.data.sources import SourceOptions
     from gss.data.tokenizer import load_tokenizer
 

@@ -7,7 +7,7 @@ from gss.data.batches import Batch, Batches, Packed, Segments, as_tensors
 from gss.data.lanes import Lanes
 from gss.data.manifest import Manifest, read_manifest
 from gss.data.prefetch import Prefetch
-from gss.data.prepare import prepare
+from gss.data.preparation import prepare
 from gss.data.shards import Dataset, Document, dataset_from_arrays, open_dataset
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same

@@ -75,27 +75,32 @@ def _open_zstandard(path: str) -> BinaryIO:
         raise ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'") from error
 
     class Reader(io.RawIOBase):
-        """The library's stream, with its own error turned into a Skip and a truncated frame noticed."""
+        """The file's frames one after another; the library's errors and a truncated frame become a Skip."""
 
         def __init__(self) -> None:
             self._file = open(path, "rb")  # noqa: SIM115  (closed in close)
-            self._stream = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
-            self._ready = b""
+            self._frame: Any = None  # the frame being read; None between frames
+            self._compressed = self._ready = b""
 
         def readable(self) -> bool:
             return True
 
         def readinto(self, target: Any) -> int:
             while not self._ready:
-                compressed = self._file.read(1 << 17)
-                if not compressed:
-                    if not self._stream.eof and self._file.tell():
+                # Little at a time: what it expands to is held, and may be thousands of times as much.
+                self._compressed = self._compressed or self._file.read(1 << 13)
+                if not self._compressed:
+                    if self._frame is not None:
                         raise Skip(blocks.UNREADABLE)
                     return 0
+                self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
                 try:
-                    self._ready = self._stream.decompress(compressed)
+                    self._ready = self._frame.decompress(self._compressed)
                 except zstandard.ZstdError as error:
                     raise Skip(blocks.UNREADABLE) from error
+                self._compressed = self._frame.unused_data
+                if self._frame.eof:
+                    self._frame = None
             count = min(len(target), len(self._ready))
             target[:count] = self._ready[:count]
             self._ready = self._ready[count:]

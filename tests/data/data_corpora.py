@@ -1,0 +1,37 @@
+"""What several data tests share: texts, and comparing folders."""
+
+import random
+from pathlib import Path
+
+from gss.data import open_dataset, read_manifest
+
+WORDS = ["state", "space", "gate", "the", "a", "long", "range", "model", "été", "größer", "données", "文字", "of", "x"]
+
+
+def make_text(seed: int, words: int) -> str:
+    """Lines of words with indentation, blank lines and tabs; the same for the same seed."""
+    chooser = random.Random(seed)
+    lines, line = [], []
+    for _ in range(words):
+        line.append(chooser.choice(WORDS) + str(chooser.randrange(40)))
+        if chooser.random() < 0.12:
+            lines.append(chooser.choice(["", "", "    ", "\t"]) + " ".join(line))
+            if chooser.random() < 0.2:
+                lines.append("")
+            line = []
+    return f"document {seed}\n" + "\n".join([*lines, " ".join(line)]) + "\n"
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder, to compare two folders byte by byte."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def contents(folder: Path) -> dict[str, dict[str, str]]:
+    """Each split's documents by name, decoded."""
+    found = {}
+    for split in read_manifest(folder).splits:
+        dataset = open_dataset(folder, split)
+        tokenizer = dataset.tokenizer()
+        found[split] = {document.name: tokenizer.decode(document.tokens) for document in dataset.documents()}
+    return found

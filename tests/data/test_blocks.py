@@ -1,0 +1,65 @@
+"""Blocks: cutting loses nothing, needs only the bytes near the cut, and never cuts a character or a line in vain."""
+
+import io
+import random
+
+import pytest
+
+from gss.data import blocks
+from gss.data.blocks import BLOCK, REACH, ChunkStream, Skip, block_count, count_words, cut_blocks, read_offset
+
+
+def make(kind: str, size: int) -> bytes:
+    chooser = random.Random(size)
+    if kind == "lines":
+        return "".join("é" * chooser.randrange(1, 60) + "\n" for _ in range(size // 60)).encode()
+    if kind == "words":
+        return " ".join("ü" * chooser.randrange(1, 30) for _ in range(size // 30)).encode()
+    return ("語" * (size // 3)).encode()  # nothing to cut at
+
+
+@pytest.mark.parametrize("kind", ["lines", "words", "solid"])
+@pytest.mark.parametrize("size", [100, BLOCK - 5, BLOCK + 7, 3 * BLOCK + REACH // 2, 5 * BLOCK])
+def test_any_range_of_blocks_read_alone_is_the_same(kind: str, size: int) -> None:
+    data = make(kind, size)
+    whole = list(cut_blocks(io.BytesIO(data)))
+    assert b"".join(block.data for block in whole) == data
+    assert all(len(block.data) <= BLOCK + REACH + 3 for block in whole)
+    for step in (1, 2):
+        found = []
+        for first in range(0, block_count(len(data)), step):
+            stream = io.BytesIO(data)
+            stream.seek(read_offset(first))
+            last = first + step if first + step < block_count(len(data)) else None
+            found += list(cut_blocks(stream, first, last))
+        assert found == whole
+    # However the stream hands its bytes out.
+    odd = ChunkStream(data[i : i + 70_001] for i in range(0, len(data), 70_001))
+    assert list(cut_blocks(odd)) == whole
+
+
+@pytest.mark.parametrize("kind", ["lines", "words", "solid"])
+def test_words_are_counted_as_in_the_whole_text(kind: str) -> None:
+    data = make(kind, 4 * BLOCK)
+    found = list(cut_blocks(io.BytesIO(data)))
+    assert len(found) > 2
+    assert sum(count_words(block.text(), block.inside_word) for block in found) == len(data.decode().split())
+    assert any(block.inside_word for block in found) == (kind == "solid")
+
+
+def test_cuts_fall_between_lines() -> None:
+    found = list(cut_blocks(io.BytesIO(make("lines", 4 * BLOCK))))
+    assert all(block.data.endswith(b"\n") for block in found)
+
+
+def test_blank_lines_stay_together() -> None:
+    data = b"x" * (BLOCK - 1) + b"\n\n\n\nyes\nno\n" + b"z" * 10
+    found = list(cut_blocks(io.BytesIO(data)))
+    assert found[1].data.startswith(b"no\n")
+
+
+def test_invalid_utf8_is_a_skip() -> None:
+    (block,) = cut_blocks(io.BytesIO(b"abc\xff"))
+    with pytest.raises(Skip) as skip:
+        block.text()
+    assert skip.value.reason == blocks.INVALID_UTF8

@@ -1,0 +1,253 @@
+"""Prepare: the result is one function of its sources, whole or absent; damage and full disks are told."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_corpora import contents, folder_bytes, make_text
+
+from gss.data import SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
+from gss.data.manifest import write_manifest
+from gss.data.merge import SplitShares
+from gss.data.parts import token_dtype
+from gss.data.tokenizer import ByteTokenizer
+
+BYTES = load_tokenizer("bytes")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, texts: list[str]) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+def test_tokens_index_and_counts(corpus: Path, tmp_path: Path, texts: list[str]) -> None:
+    manifest = prepare([str(corpus)], tmp_path / "out", BYTES, valid=0, workers=1)
+    dataset = open_dataset(tmp_path / "out")
+    assert [dataset.document(i).name for i in range(3)] == [f"corpus/{i:03d}.txt" for i in range(3)]
+    for document, text in zip(dataset.documents(), texts, strict=True):
+        assert document.tokens.tolist() == [*text.encode(), 256]
+        assert (document.bytes, document.words) == (len(text.encode()), len(text.split()))
+    facts = manifest.splits["train"]
+    size = sum(len(text.encode()) for text in texts)
+    assert (facts["documents"], facts["bytes"], facts["tokens"]) == (60, size, size + 60)
+    assert facts["words"] == sum(len(text.split()) for text in texts)
+    assert facts["tokens_per_byte"] == 1.0
+    assert facts["longest"] == dataset.lengths.max()
+    shares = np.bincount(dataset.tokens, minlength=257) / len(dataset.tokens)
+    expected = -sum(float(p) * float(np.log(p)) for p in shares if p)
+    assert dataset.unigram_entropy == pytest.approx(expected, rel=1e-12)
+    assert dataset.hash == manifest.hash
+    assert dataset.tokens.dtype == np.uint16
+
+
+def test_the_result_does_not_depend_on_processes_or_pieces(corpus: Path, tmp_path: Path) -> None:
+    results = []
+    for number, (workers, piece_bytes) in enumerate(((1, 1 << 24), (1, 2000), (3, 2000), (2, 5000))):
+        out = tmp_path / str(number)
+        options = SourceOptions(piece_bytes=piece_bytes)
+        prepare([str(corpus)], out, BYTES, options=options, valid=0.2, test=0.1, workers=workers)
+        results.append(folder_bytes(out))
+    assert all(result == results[0] for result in results)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3", "corpus"]
+
+
+def test_duplicates_are_dropped_and_held_out_text_stays_held_out(tmp_path: Path) -> None:
+    a, b, c = (make_text(seed, 40) for seed in range(3))
+    for name, text in {"train/1": a, "train/2": b, "train/3": a, "valid/1": b, "test/1": c, "valid/2": c}.items():
+        (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "c" / f"{name}.txt").write_text(text)
+    manifest = prepare([str(tmp_path / "c")], tmp_path / "out", BYTES, workers=1)
+    found = contents(tmp_path / "out")
+    assert {split: list(documents.values()) for split, documents in found.items()} == {
+        "train": [a],
+        "valid": [b],
+        "test": [c],
+    }
+    assert manifest.left_out["duplicate"] == {
+        "documents": 3,
+        "first": ["c/train/2.txt", "c/train/3.txt", "c/valid/2.txt"],
+    }
+
+
+def test_many_documents_in_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": f"row {i % 700}"}) for i in range(1000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    plain = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "plain", BYTES, workers=1)
+    monkeypatch.setattr("gss.data.merge.BUCKET", 64)
+    monkeypatch.setattr("gss.data.merge.CHUNK", 50)
+    monkeypatch.setattr("gss.data.merge.COPY", 7)
+    small = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "small", BYTES, workers=1)
+    assert plain.left_out["duplicate"]["documents"] == 300
+    assert folder_bytes(tmp_path / "plain") == folder_bytes(tmp_path / "small")
+    assert small.hash == plain.hash
+
+
+def test_out_is_never_overwritten_by_accident(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = prepare([str(corpus)], out, BYTES, workers=1)
+    before = (out / "train.tokens").stat().st_mtime_ns
+    assert prepare([str(corpus)], out, BYTES, workers=1).hash == first.hash  # there already
+    assert (out / "train.tokens").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="--force"):
+        prepare([str(corpus)], out, BYTES, valid=0.3, workers=1)
+    other = prepare([str(corpus)], out, BYTES, valid=0.3, workers=1, force=True)
+    assert read_manifest(out).hash == other.hash != first.hash
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="not a prepared corpus"):
+        prepare([str(corpus)], tmp_path / "mine", BYTES, workers=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "mine", "out"]
+
+
+def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="1 invalid UTF-8"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=1)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="leave some for train"):
+        SplitShares(0.5, 0.5)
+
+
+def test_damage_is_refused(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, BYTES, valid=0, workers=1)
+    for name in ("train.tokens", "train.documents", "train.names"):
+        path = out / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        with pytest.raises(ValueError, match=f"{name} has {len(whole) - 1} bytes instead of {len(whole)}"):
+            open_dataset(out, verify=False)
+        path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
+        with pytest.raises(ValueError, match=f"{name} was altered"):
+            open_dataset(out)
+        path.unlink()
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            open_dataset(out)
+        path.write_bytes(whole)
+    open_dataset(out)
+    with pytest.raises(ValueError, match="no split 'valid' but train"):
+        open_dataset(out, "valid")
+    manifest = out / "manifest.json"
+    whole_text = manifest.read_text()
+    for damaged, message in (
+        (whole_text.replace('"documents": 60', '"documents": 61'), "was altered"),
+        (whole_text[:-20], "is damaged"),
+        ("{}", "is damaged"),
+        (whole_text.replace('"gss-data"', '"other"'), "is not ours"),
+    ):
+        manifest.write_text(damaged)
+        with pytest.raises(ValueError, match=message):
+            open_dataset(out)
+    manifest.unlink()
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        open_dataset(out)
+
+
+def test_a_vocabulary_too_large_for_its_dtype(corpus: Path, tmp_path: Path) -> None:
+    assert [token_dtype(size).itemsize for size in (257, 65536, 65537, 2**32)] == [2, 2, 4, 4]
+    with pytest.raises(ValueError, match="does not fit 32 bits"):
+        token_dtype(2**32 + 1)
+    out = tmp_path / "out"
+    manifest = prepare([str(corpus)], out, BYTES, valid=0, workers=1)
+    content = dict(manifest.content)
+    content["tokenizer"] = {**manifest.tokenizer, "vocab_size": 70_000}
+    write_manifest(out, content)
+    with pytest.raises(ValueError, match="70000 ids do not fit tokens of uint16"):
+        open_dataset(out)
+
+    class Lying(ByteTokenizer):
+        def encode(self, text: str) -> np.ndarray:  # type: ignore[type-arg]
+            return np.asarray([257], np.uint32)
+
+    with pytest.raises(ValueError, match="made id 257, outside its own size 257"):
+        prepare([str(corpus)], tmp_path / "lying", Lying(), workers=1)
+    with pytest.raises(ValueError, match="ids must lie in"):
+        dataset_from_arrays([[5]], vocab_size=5, eos_id=0)
+
+
+def test_32_bit_tokens(tmp_path: Path) -> None:
+    import tokenizers
+
+    vocabulary = {"</s>": 0, "<unk>": 1, "big": 70_000}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("big word")
+    prepare([str(tmp_path / "a.txt")], tmp_path / "out", load_tokenizer(tmp_path / "tokenizer.json"), valid=0)
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.tokens.tolist() == [70_000, 1, 0]
+    assert dataset.tokens.dtype == np.uint32
+
+
+def _prepare_with_room_for(limit: int, corpus: str, out: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        prepare([corpus], out, BYTES, options=SourceOptions(piece_bytes=4000), workers=1)
+    except OSError as error:
+        os._exit(7 if "no room left" in str(error) and "run the same command again" in str(error) else 8)
+
+
+@pytest.mark.parametrize("limit", [3_000, 20_000])
+def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, limit: int) -> None:
+    """The kernel refuses to write beyond the limit: first in a part, then in the merge."""
+    prepare([str(corpus)], tmp_path / "whole", BYTES, workers=1)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_prepare_with_room_for, args=(limit, str(corpus), str(tmp_path / "out")))
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    assert not (tmp_path / "out").exists()
+    prepare([str(corpus)], tmp_path / "out", BYTES, options=SourceOptions(piece_bytes=4000), workers=1)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    work = tmp_path / "out.preparing"
+    work.mkdir()
+    with open(work / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another gss prepare is at work"):
+            prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
+    prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
+
+
+def test_a_source_that_changed_is_read_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gss.data.preparation._finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(corpus)], out, BYTES, valid=0, workers=1)
+    first = corpus / "000.txt"
+    changed = first.read_text().swapcase()
+    first.write_text(changed)
+    os.utime(first, ns=(1, 1))
+    prepare([str(corpus)], out, BYTES, valid=0, workers=1)
+    assert contents(out)["train"]["corpus/000.txt"] == changed
+
+
+def test_preparing_needs_no_torch(corpus: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from gss.data import prepare, load_tokenizer, open_dataset\n"
+        f"prepare([{str(corpus)!r}], {str(tmp_path / 'out')!r}, load_tokenizer('bytes'), workers=1)\n"
+        f"open_dataset({str(tmp_path / 'out')!r})\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

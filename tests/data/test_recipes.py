@@ -1,0 +1,174 @@
+"""Recipes, on small corpora in each published format."""
+
+import gzip
+import io
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from data_corpora import contents
+
+from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
+
+BYTES = load_tokenizer("bytes")
+
+
+def prepared(recipe: str, out: Path, **options: object) -> dict[str, dict[str, str]]:
+    prepare([recipe], out, BYTES, options=SourceOptions(**options), workers=1)  # type: ignore[arg-type]
+    return contents(out)
+
+
+def test_pg19_as_published(tmp_path: Path, texts: list[str]) -> None:
+    root = tmp_path / "pg19"
+    for split, numbers in (("train", range(20)), ("validation", range(20, 25)), ("test", range(25, 30))):
+        (root / split).mkdir(parents=True)
+        for number in numbers:
+            (root / split / f"{number}.txt").write_text(texts[number])
+    (root / "metadata.csv").write_text("0,A Title,1900,link\n")
+    found = prepared("pg19", tmp_path / "out", local=str(root))
+    assert set(found["train"].values()) == set(texts[:20])
+    assert set(found["valid"].values()) == set(texts[20:25])
+    assert found["test"]["pg19/test/29.txt"] == texts[29]
+    with pytest.raises(ValueError, match="is not PG-19"):
+        prepared("pg19", tmp_path / "no", local=str(tmp_path / "out"))
+
+
+def test_lm1b_as_published(tmp_path: Path) -> None:
+    root = tmp_path / "1-billion-word-language-modeling-benchmark-r13output"
+    train, held = (root / f"{name}-monolingual.tokenized.shuffled" for name in ("training", "heldout"))
+    train.mkdir(parents=True)
+    held.mkdir()
+    (train / "news.en-00001-of-00100").write_text("First sentence .\nSecond one .\nFirst sentence .\n")
+    (train / "news.en-00002-of-00100").write_text("Third one .\n")
+    (held / "news.en.heldout-00000-of-00050").write_text("Held out .\nThird one .\n")
+    found = prepared("lm1b", tmp_path / "out", local=str(tmp_path))
+    assert list(found["train"].values()) == ["First sentence .", "Second one ."]
+    assert list(found["valid"].values()) == ["Held out .", "Third one ."]  # the held-out set stays whole
+    assert read_manifest(tmp_path / "out").left_out["duplicate"]["documents"] == 2
+
+
+@pytest.mark.parametrize(("recipe", "splits"), [("pg19", ("train", "validation", "test")), ("lm1b", ("train", "test"))])
+def test_hub_tables_through_the_datasets_library(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str, splits: tuple[str, ...]
+) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow.parquet
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for number, split in enumerate(splits):
+        rows = texts[number * 10 : number * 10 + 10]
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), hub / f"{split}-00000-of-00001.parquet")
+    found = prepared(recipe, tmp_path / "out", hub_name=str(hub), piece_bytes=3000)
+    assert list(found["train"].values()) == texts[:10]
+    assert list(found["valid"].values()) == texts[10:20]
+    with pytest.raises(ValueError, match="give a local copy with --from"):
+        prepared(recipe, tmp_path / "no", hub_name=str(tmp_path / "nowhere"))
+
+
+def article(main: str, **files: str) -> dict[str, bytes]:
+    return {"main.tex": main.encode(), **{name.replace("__", "/") + ".tex": f.encode() for name, f in files.items()}}
+
+
+def test_arxiv_articles(tmp_path: Path) -> None:
+    root = tmp_path / "arxiv"
+    (root / "1001.0001" / "parts").mkdir(parents=True)
+    main = "\\documentclass{article}\n\\begin{document}\n%\\input{intro}\n\\input{parts/intro} and \\include{end}\n"
+    main += "\\input missing\n\\end{document}\n"
+    (root / "1001.0001" / "paper.tex").write_text(main)
+    (root / "1001.0001" / "parts" / "intro.tex").write_text("An intro. \\input{parts/deep}\n")
+    (root / "1001.0001" / "parts" / "deep.tex").write_text("Deep \\input{paper} 50\\% \\input{end}")
+    (root / "1001.0001" / "end.tex").write_text("The end.")
+    (root / "1001.0001" / "figure.pdf").write_bytes(b"\0\1\2")
+    whole = (
+        "\\documentclass{article}\n\\begin{document}\n%\\input{intro}\n"
+        "An intro. Deep \\input{paper} 50\\% The end.\n and The end.\n\\input missing\n\\end{document}\n"
+    )
+    files = article("\\documentclass{a}\n\\input{s}\n", s="from a tar")
+    with tarfile.open(root / "1001.0002.tar.gz", "w:gz") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    with zipfile.ZipFile(root / "1001.0003.zip", "w") as archive:
+        for name, content in article("\\documentclass{a} \\input{../x}", other="\\section{never included}").items():
+            archive.writestr(name, content)
+    (root / "1001.0004.gz").write_bytes(gzip.compress(b"\\documentclass{a} one file"))
+    latin1 = "\\documentclass{a}\\usepackage[latin1]{inputenc} é".encode("latin-1")
+    (root / "1001.0005.gz").write_bytes(gzip.compress(latin1))
+    (root / "1001.0006.gz").write_bytes(gzip.compress(b"\\documentclass{a} \xff"))
+    (root / "1001.0007.tar.gz").write_bytes(b"torn")
+    (root / "1001.0008").mkdir()
+    found = prepared("arxiv", tmp_path / "out", local=str(root))
+    documents = {name: text for split in found.values() for name, text in split.items()}
+    assert documents == {
+        "1001.0001": whole,
+        "1001.0002.tar.gz": "\\documentclass{a}\nfrom a tar\n",
+        "1001.0003.zip": "\\documentclass{a} \\input{../x}",
+        "1001.0004.gz": "\\documentclass{a} one file",
+        "1001.0005.gz": "\\documentclass{a}\\usepackage[latin1]{inputenc} é",
+    }
+    left_out = read_manifest(tmp_path / "out").left_out
+    assert left_out["invalid UTF-8"]["first"] == ["1001.0006.gz"]
+    assert left_out["unreadable"]["first"] == ["1001.0007.tar.gz"]
+    assert left_out["no source file"]["first"] == ["1001.0008"]
+
+
+def test_github_repositories(tmp_path: Path) -> None:
+    root = tmp_path / "repositories"
+    files = {
+        "one/a.py": "print(1)",
+        "one/b/main.go": "package main\n",
+        "one/b/x.ts": "let x: number;\n",
+        "one/c.cpp": "int c;\n",
+        "one/d.h": "int d;\n",
+        "one/E.java": "class E {}\n",
+        "one/README.md": "no source\n",
+        "one/vendor/v.go": "package vendored\n",
+        "one/node_modules/m/i.ts": "let vendored;\n",
+        "one/.git/hook.py": "hidden\n",
+        "one/api_pb2.py": "generated = 1\n",
+        "one/zz_generated.go": "package generated\n",
+        "one/gen_mark.go": "// Code generated by stringer; DO NOT EDIT.\npackage g\n",
+        "one/minified.ts": "x=1;" * 500,
+        "two/only.c": "int two;\n",
+        "none/readme.txt": "nothing\n",
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    (root / "one" / "binary.c").write_bytes(b"\0\1")
+    (root / "one" / "latin.c").write_bytes(b"// \xe9\n")
+    found = prepared("github", tmp_path / "out", local=str(root))
+    documents = {name: text for split in found.values() for name, text in split.items()}
+    assert documents == {
+        "one": "class E {}\nprint(1)\nint c;\nint d;\npackage main\nlet x: number;\n",
+        "two": "int two;\n",
+    }
+    assert read_manifest(tmp_path / "out").left_out["empty"]["first"] == ["none"]
+
+
+def test_github_splits_by_folders(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        (tmp_path / "g" / split / "repository").mkdir(parents=True)
+        (tmp_path / "g" / split / "repository" / "a.py").write_text(f"split = '{split}'\n")
+    found = prepared("github", tmp_path / "out", local=str(tmp_path / "g"))
+    assert found["valid"] == {"valid/repository": "split = 'valid'\n"}
+    with pytest.raises(ValueError, match="--from FOLDER"):
+        prepared("github", tmp_path / "no")
+
+
+def test_stdlib(tmp_path: Path) -> None:
+    manifest = prepare(["stdlib"], tmp_path / "out", BYTES, workers=2)
+    found = contents(tmp_path / "out")
+    documents = {name: text for split in found.values() for name, text in split.items()}
+    assert documents["bisect"] == Path(sysconfig.get_path("stdlib"), "bisect.py").read_text(encoding="utf-8")
+    assert "class JSONDecoder" in documents["json"]
+    assert "class JSONEncoder" in documents["json"]
+    assert "test" not in documents
+    assert manifest.splits["train"]["tokens"] > 5_000_000
+    assert manifest.splits["valid"]["documents"] >= 1

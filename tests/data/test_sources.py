@@ -1,0 +1,210 @@
+"""Sources: every format and compression gives the same documents; splits by name; bad rows counted and named."""
+
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+from data_corpora import contents, make_text
+
+from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
+from gss.data.blocks import BLOCK
+from gss.data.sources import split_of_name
+
+BYTES = load_tokenizer("bytes")
+
+
+def compress(path: Path, data: bytes, ending: str) -> Path:
+    target = path.with_name(path.name + ending)
+    if ending == ".gz":
+        target.write_bytes(gzip.compress(data))
+    elif ending == ".xz":
+        target.write_bytes(lzma.compress(data))
+    elif ending == ".zst":
+        import zstandard
+
+        target.write_bytes(zstandard.ZstdCompressor().compress(data))
+    else:
+        target.write_bytes(data)
+    return target
+
+
+def prepared(source: Path | str, out: Path, **options: object) -> dict[str, dict[str, str]]:
+    prepare([str(source)], out, BYTES, options=SourceOptions(**options), workers=1)  # type: ignore[arg-type]
+    return contents(out)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".xz", ".zst"])
+def test_text_files_are_documents(tmp_path: Path, texts: list[str], ending: str) -> None:
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        where = folder / "deep" if number % 2 else folder
+        compress(where / f"{number}.txt", text.encode(), ending)
+    (folder / "README.rst").write_text("not a document")
+    found = prepared(folder, tmp_path / "out")
+    assert sorted(text for split in found.values() for text in split.values()) == sorted(texts)
+    assert f"corpus/deep/1.txt{ending}" in {name for split in found.values() for name in split}
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("piece_bytes", [1000, 1 << 24])
+def test_jsonl_rows_are_documents(tmp_path: Path, texts: list[str], ending: str, piece_bytes: int) -> None:
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts))
+    source = compress(tmp_path / "rows.jsonl", lines.encode(), ending)
+    found = prepared(source, tmp_path / "out", field="body", piece_bytes=piece_bytes)
+    assert sorted(text for split in found.values() for text in split.values()) == sorted(texts)
+
+
+def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.table({"n": list(range(len(texts) + 1)), "text": [*texts, None]})
+    pyarrow.parquet.write_table(table, tmp_path / "train-00000-of-00001.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["held out"]}), tmp_path / "validation.parquet")
+    found = prepared(tmp_path, tmp_path / "out")
+    assert list(found["train"].values()) == texts
+    assert list(found["valid"].values()) == ["held out"]
+    assert read_manifest(tmp_path / "out").left_out["no text field"]["documents"] == 1
+    with pytest.raises(ValueError, match="no column 'body' but n, text: name one with --field"):
+        prepared(tmp_path, tmp_path / "other", field="body")
+
+
+def test_a_long_text_is_one_document_however_it_is_stored(tmp_path: Path) -> None:
+    chooser = random.Random(0)
+    text = "".join("é" * chooser.randrange(70) + "\n" for _ in range(5 * BLOCK // 70))
+    for name in ("plain", "packed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "plain" / "long.txt").write_text(text, newline="")
+    compress(tmp_path / "packed" / "long.txt", text.encode(), ".gz")
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    prepare([str(tmp_path / "plain")], out, BYTES, options=SourceOptions(piece_bytes=BLOCK), valid=0, workers=1)
+    assert contents(out) == {"train": {"plain/long.txt": text}}
+    prepare([str(tmp_path / "plain")], whole, BYTES, valid=0, workers=1)
+    assert (whole / "train.tokens").read_bytes() == (out / "train.tokens").read_bytes()
+    # Its identity is that of its contents: the compressed copy, read at a stretch, is a duplicate.
+    both = prepare(
+        [str(tmp_path / "plain"), str(tmp_path / "packed")],
+        tmp_path / "both",
+        BYTES,
+        options=SourceOptions(piece_bytes=BLOCK),
+        valid=0,
+        workers=1,
+    )
+    assert both.splits["train"]["documents"] == 1
+    assert both.left_out["duplicate"]["first"] == ["packed/long.txt.gz"]
+
+
+def test_own_splits_and_hash_splits(tmp_path: Path, texts: list[str]) -> None:
+    for number, text in enumerate(texts):
+        folder = tmp_path / "c" / ("train" if number < 40 else "validation" if number < 50 else "test")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.txt").write_text(text)
+    own = prepared(tmp_path / "c", tmp_path / "own")
+    assert {split: len(documents) for split, documents in own.items()} == {"train": 40, "valid": 10, "test": 10}
+    manifest = prepare(
+        [str(tmp_path / "c")],
+        tmp_path / "hash",
+        BYTES,
+        options=SourceOptions(splits="hash"),
+        valid=0.3,
+        test=0.3,
+        workers=1,
+    )
+    by_hash = contents(tmp_path / "hash")
+    everything = [text for split in by_hash.values() for text in split.values()]
+    assert sorted(everything) == sorted(texts)
+    assert len(set(everything)) == len(everything)
+    assert all(8 < facts["documents"] < 35 for facts in manifest.splits.values())
+    (tmp_path / "c" / "stray.txt").write_text("no split")
+    with pytest.raises(ValueError, match=r"stray\.txt is in no split"):
+        prepared(tmp_path / "c", tmp_path / "no", splits="own")
+
+
+def test_a_document_keeps_its_split_when_others_come_and_go(tmp_path: Path, texts: list[str]) -> None:
+    where: list[dict[str, str]] = []
+    for name, chosen in (("all", texts), ("few", texts[::-3])):
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(chosen):
+            (tmp_path / name / f"{number}.txt").write_text(text)
+        prepare([str(tmp_path / name)], tmp_path / f"{name}.out", BYTES, valid=0.4, workers=1)
+        found = contents(tmp_path / f"{name}.out")
+        where.append({text: split for split, documents in found.items() for text in documents.values()})
+    assert where[1].items() <= where[0].items()
+    assert set(where[1].values()) == {"train", "valid"}
+
+
+def test_names_tell_splits() -> None:
+    assert split_of_name("c/train/a.txt") == "train"
+    assert split_of_name("c/validation.jsonl") == "valid"
+    assert split_of_name("c/test-00001-of-00002.parquet") == "test"
+    assert split_of_name("c/trainer.txt") is None
+    assert split_of_name("c/a.txt") is None
+
+
+def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.rst").write_text("x")
+    for source, message in (
+        ("nowhere", "neither a file, a folder nor one of stdlib"),
+        ("empty", "holds no .txt"),
+        ("a.rst", "add --suffix .rst"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([str(tmp_path / source)], tmp_path / "out", BYTES)
+    with pytest.raises(ValueError, match="stands alone"):
+        prepare(["stdlib", str(tmp_path)], tmp_path / "out", BYTES)
+    with pytest.raises(ValueError, match="--from belongs to a recipe"):
+        prepare([str(tmp_path / "empty")], tmp_path / "out", BYTES, options=SourceOptions(local="x"))
+    assert contents_of(tmp_path) == ["a.rst", "empty"]
+    found = prepared(tmp_path / "a.rst", tmp_path / "out", suffixes=(".rst",))
+    assert [text for split in found.values() for text in split.values()] == ["x"]
+
+
+def contents_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_bad_documents_are_counted_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    good = make_text(1, 50)
+    (folder / "good.txt").write_text(good)
+    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
+    (folder / "late.txt").write_bytes(b"fine\n" * BLOCK + b"\xff")  # bad after a block that was tokenised already
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "blank.txt").write_bytes(b" \n\n\t")
+    (folder / "binary.txt").write_bytes(b"ELF\0\1\2")
+    (folder / "cut.txt.gz").write_bytes(gzip.compress(good.encode() * 50)[:-20])
+    (folder / "wrong.txt.xz").write_bytes(b"not xz at all")
+    compress(folder / "torn.txt", (good * 50).encode(), ".zst")
+    torn = folder / "torn.txt.zst"
+    torn.write_bytes(torn.read_bytes()[:-10])
+    (folder / "bad.zst.txt.zst").write_bytes(b"not zst at all")
+    (folder / "torn.parquet").write_bytes(b"PAR1 torn")
+    rows = [b'{"text": "a row"}', b'{"text": 3}', b'{"other": "x"}', b"{torn", b'"\xff"', b'{"text": "\\ud800"}', b""]
+    (folder / "rows.jsonl").write_bytes(b"\n".join(rows) + b"\n")
+    found = prepared(folder, tmp_path / "out")
+    assert sorted(text for split in found.values() for text in split.values()) == sorted([good, "a row"])
+    left_out = read_manifest(tmp_path / "out").left_out
+    assert {reason: entry["documents"] for reason, entry in left_out.items()} == {
+        "empty": 2,
+        "binary": 1,
+        "invalid UTF-8": 4,
+        "invalid JSON": 1,
+        "no text field": 2,
+        "unreadable": 5,
+    }
+    assert "c/binary.txt" in left_out["binary"]["first"]
+    assert "c/late.txt" in left_out["invalid UTF-8"]["first"]
+
+
+def test_rows_too_long_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gss.data.readers.MAX_ROW", 100)
+    lines = [json.dumps({"text": text}) for text in ("one", "x" * 500, "two")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    found = prepared(tmp_path / "rows.jsonl", tmp_path / "out")
+    assert sorted(text for split in found.values() for text in split.values()) == ["one", "two"]
+    assert read_manifest(tmp_path / "out").left_out["row too long"]["documents"] == 1

@@ -1,0 +1,132 @@
+"""Vocabularies: exact round trips, losses named, saved and loaded by hash, bad files refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, require_same
+from gss.data.tokenizer_training import SMALLEST, train_tokenizer
+
+# Any Unicode text, and text rich in what vocabularies stumble over.
+TEXTS = st.one_of(
+    st.text(max_size=80), st.text(alphabet=" \n\t\r\u2581ab\0<>/s0xA\u2047\u2585\ufeff\u3000é\U0001f600", max_size=60)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS)
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids.tolist() == list(text.encode())
+
+
+@pytest.mark.parametrize("model", ["unigram", "bpe"])
+def test_trained_vocabularies_round_trip(trained: dict[str, SentencePieceTokenizer], model: str) -> None:
+    tokenizer = trained[model]
+    assert tokenizer.lossless
+
+    @settings(max_examples=400, deadline=None)
+    @given(TEXTS)
+    def round_trip(text: str) -> None:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+        assert tokenizer.eos_id not in ids
+
+    round_trip()
+
+
+def test_trained_vocabulary_has_pieces_for_words_and_whitespace(trained: dict[str, SentencePieceTokenizer]) -> None:
+    tokenizer = trained["unigram"]
+    text = "the model of the long range"
+    assert len(tokenizer.encode(text)) < len(text) / 2
+    assert len(tokenizer.encode("\n")) == len(tokenizer.encode("\n\n")) == len(tokenizer.encode("\t")) == 1
+
+
+def test_training_reports_progress_and_refuses_nonsense(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("one two three four five six seven\n" * 50)
+    stages: dict[str, float] = {}
+    tokenizer = train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=30_000, progress=stages.__setitem__)
+    assert stages == {"reading": 1.0, "training": 1.0}
+    assert SMALLEST <= tokenizer.vocab_size < 400  # as many as the text has to give
+    with pytest.raises(ValueError, match="not empty"):
+        train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=300)
+    with pytest.raises(ValueError, match="at least"):
+        train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=100)
+    with pytest.raises(ValueError, match=r"could not train.*[Vv]ocabulary size"):
+        train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=5000, model="bpe")
+    with pytest.raises(ValueError, match="one of unigram, bpe"):
+        train_tokenizer([str(corpus)], tmp_path / "w", model="letters")
+    assert not (tmp_path / "w").exists()
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_lossy_vocabulary_is_known_as_such(t5_like: Path) -> None:
+    tokenizer = load_tokenizer(t5_like)
+    assert not tokenizer.lossless
+    assert {"newlines", "runs of spaces"} <= set(tokenizer.losses)
+
+
+def test_json_adds_no_special_tokens(word_json: Path) -> None:
+    tokenizer = load_tokenizer(word_json)
+    assert tokenizer.encode("w0 w3 w1").tolist() == [2, 5, 3]
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (52, 1)
+    assert tokenizer.decode([2, 5, 1]) == "w0 w3"
+    assert not tokenizer.lossless
+
+
+def test_end_of_document_can_be_named(word_json: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(word_json, eos="w7").eos_id == 9
+    with pytest.raises(ValueError, match="--eos"):
+        load_tokenizer(word_json, eos="nothing")
+    content = json.loads(word_json.read_text())
+    content["model"]["vocab"]["end"] = content["model"]["vocab"].pop("</s>")
+    content["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="no end-of-document token"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "tokenizer.json", eos="end").eos_id == 1
+
+
+def test_saved_and_loaded_are_the_same(
+    tmp_path: Path, word_json: Path, t5_like: Path, trained: dict[str, SentencePieceTokenizer]
+) -> None:
+    made = [load_tokenizer("bytes"), load_tokenizer(word_json, "w3"), load_tokenizer(t5_like), trained["bpe"]]
+    for number, tokenizer in enumerate(made):
+        tokenizer.save(tmp_path / str(number))
+        again = load_tokenizer(tmp_path / str(number))
+        assert (again.kind, again.hash, again.eos_id) == (tokenizer.kind, tokenizer.hash, tokenizer.eos_id)
+        np.testing.assert_array_equal(again.encode("w1 the state"), tokenizer.encode("w1 the state"))
+    assert len({tokenizer.hash for tokenizer in made}) == len(made)
+    require_same(made[0], load_tokenizer("bytes").hash, "the data")
+    with pytest.raises(ValueError, match="does not match the checkpoint"):
+        require_same(made[0], made[1].hash, "the checkpoint")
+
+
+def test_bad_vocabularies_are_refused(tmp_path: Path, t5_like: Path) -> None:
+    for name in ("x.json", "x.model"):
+        (tmp_path / name).write_bytes(b"nonsense")
+        with pytest.raises(ValueError, match=name):
+            load_tokenizer(tmp_path / name)
+    (tmp_path / "x.bin").write_bytes(b"")
+    for spec, message in (
+        (tmp_path / "none", "no vocabulary"),
+        (tmp_path / "x.bin", r"\.json"),
+        (tmp_path, "holds no"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(spec)
+    load_tokenizer(t5_like).save(tmp_path / "saved")
+    model = tmp_path / "saved" / "tokenizer.model"
+    model.write_bytes(model.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is not the one its description names"):
+        load_tokenizer(tmp_path / "saved")
+    (tmp_path / "saved" / "vocabulary.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not describe"):
+        load_tokenizer(tmp_path / "saved")
