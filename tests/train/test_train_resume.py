@@ -1,0 +1,224 @@
+"""A run that is stopped and gone on with is the run that was never stopped, to the bit."""
+
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_runs import FAMILIES, final_files, losses, run, small_config
+
+from gss.data import load_tokenizer, prepare
+from gss.train import checkpoint, loop, train
+from gss.train.step import Stepper
+
+
+class _StopAfter:
+    """Raises the interrupt flag after a number of steps, as a signal would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+        taken = 0
+        original = Stepper.step
+
+        class Flag(loop.Interrupt):
+            def __enter__(flag: "Flag") -> "Flag":  # noqa: N805
+                self.flag = flag
+                return flag
+
+        def step(stepper: Stepper, batch: Any, number: int) -> Any:
+            nonlocal taken
+            taken += 1
+            if taken == steps:
+                self.flag.signal = signal.SIGTERM
+            return original(stepper, batch, number)
+
+        monkeypatch.setattr(loop, "Interrupt", Flag)
+        monkeypatch.setattr(Stepper, "step", step)
+
+
+@pytest.mark.parametrize(
+    ("family", "batching"),
+    [(f, b) for f in FAMILIES for b in ("segments", "lanes", "packed") if (f, b) != ("transformer", "lanes")],
+)
+def test_forty_steps_with_stops_at_random_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str
+) -> None:
+    config = small_config(family, batching=batching, steps=40, checkpoint__every=9)
+    straight = run(config, corpus, tmp_path / "straight")
+    draw = random.Random(f"{family} {batching}")
+    stops = 0
+    while True:
+        with monkeypatch.context() as patch:
+            _StopAfter(patch, draw.randint(1, 15))
+            result = train(config, corpus, tmp_path / "stopped", quiet=True)
+        if result.signal is None:
+            break
+        stops += 1
+    assert stops >= 2
+    assert losses(tmp_path / "stopped") == straight
+    assert len(straight) == 40
+    assert final_files(tmp_path / "stopped", 40) == final_files(tmp_path / "straight", 40)
+    assert straight[-1] < straight[0] - 1
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = run(small_config(), corpus, tmp_path / "straight")
+    run(small_config(), corpus, tmp_path / "run")
+    newest = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    tensors = newest / "model.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-3] ^= 4
+    tensors.write_bytes(content)
+    train(small_config(), corpus, tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert f"{newest} is damaged: model.safetensors has other contents than were written" in shown
+    assert "going on from step 8" in shown
+    assert losses(tmp_path / "run") == straight
+    checkpoint.verify(newest)
+
+
+def test_nothing_intact_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run(small_config(), corpus, tmp_path / "run")
+    for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints"):
+        (path / "trainer.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match="no checkpoint .* is intact: restore one, or delete them"):
+        run(small_config(), corpus, tmp_path / "run")
+
+
+def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path) -> None:
+    run(small_config(), corpus, tmp_path / "run")
+    longer = small_config(steps=16, optimizer__learning_rate=0.02)
+    with pytest.raises(ValueError, match=r"learning_rate was 0.01, now 0.02; steps was 12, now 16.*--allow steps"):
+        run(longer, corpus, tmp_path / "run")
+    with pytest.raises(ValueError, match="steps was 12"):
+        run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate"])
+    before = losses(tmp_path / "run")
+    after = run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate", "steps"])
+    assert after[:12] == before
+    assert len(after) == 16
+
+
+def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
+    run(small_config(), corpus, tmp_path / "run")
+    settings = {"checkpoint__every": 3, "report__log_every": 5, "micro_batch_tokens": 32, "activation_checkpointing": True}
+    assert train(small_config(**settings), corpus, tmp_path / "run", quiet=True).loss is None
+
+
+def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run(small_config(), corpus, tmp_path / "run")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("other words " * 500)
+    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), valid=0, workers=1)
+    with pytest.raises(ValueError, match=r"data.hash was .*, now .*--allow data.hash"):
+        run(small_config(), tmp_path / "data", tmp_path / "run")
+
+
+def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and is no run's folder"):
+        run(small_config(), corpus, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_two_processes_cannot_train_in_one_folder(corpus: Path, tmp_path: Path) -> None:
+    first = loop.RunFolder(tmp_path / "run")
+    first.open()
+    with pytest.raises(ValueError, match="another process is training in"):
+        run(small_config(), corpus, tmp_path / "run")
+    first.close()
+    run(small_config(), corpus, tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = run(small_config(), corpus, tmp_path / "straight")
+    original = Stepper.step
+
+    def poisoned(stepper: Stepper, batch: Any, number: int) -> Any:
+        if number == 9:
+            with torch.no_grad():
+                stepper.model.embedding.weight[0, 0] = float("nan")
+        return original(stepper, batch, number)
+
+    for log_every in (1, 100):
+        out = tmp_path / f"run{log_every}"
+        config = small_config(report__log_every=log_every)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stepper, "step", poisoned)
+            with pytest.raises(ValueError, match=r"loss at step 10 is nan.*goes on from step 8.*learning_rate"):
+                run(config, corpus, out)
+        assert checkpoint.newest_good(out / "checkpoints")[0] == out / "checkpoints" / "step-00000008"
+        assert losses(out) == straight[:9]
+        assert run(config, corpus, out) == straight
+
+
+@pytest.mark.parametrize("how", ["replaced", "truncated", "touched"])
+def test_data_that_changes_under_the_run_stops_it(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    straight = run(small_config(), corpus, tmp_path / "straight")
+    shutil.copytree(corpus, tmp_path / "data")
+    tokens = tmp_path / "data" / "train.tokens"
+    original = Stepper.step
+
+    def meddle(stepper: Stepper, batch: Any, number: int) -> Any:
+        if number == 5 and how == "replaced":
+            shutil.copy(tokens, tmp_path / "copy")
+            (tmp_path / "copy").replace(tokens)
+        elif number == 5 and how == "truncated":
+            (tmp_path / "data" / "train.names").write_text("")
+        elif number == 5:
+            tokens.touch()
+        return original(stepper, batch, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "step", meddle)
+        with pytest.raises(ValueError, match=r"the data changed under the run, so step 8 was not saved.*from step 4"):
+            run(small_config(), tmp_path / "data", tmp_path / "run")
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
+    shutil.rmtree(tmp_path / "data")
+    shutil.copytree(corpus, tmp_path / "data")
+    assert run(small_config(), tmp_path / "data", tmp_path / "run") == straight
+
+
+def test_a_disk_that_fills_up_stops_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = run(small_config(), corpus, tmp_path / "straight")
+    save_file = checkpoint.safetensors.torch.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if "step-00000008" in str(path) and path.name == "optimizer.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.safetensors.torch, "save_file", full)
+        with pytest.raises(OSError, match="could not write the checkpoint of step 8: .*No space left.*make room"):
+            run(small_config(), corpus, tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert run(small_config(), corpus, tmp_path / "run") == straight
+
+
+def test_the_run_folder_explains_itself(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    out = tmp_path / "run"
+    config = small_config(report__tensorboard=True)
+    run(config, corpus, out)
+    assert json.loads((out / "config.json").read_text())["model"]["width"] == 16
+    data = json.loads((out / "data.json").read_text())
+    assert data["hash"] == json.loads((corpus / "manifest.json").read_text())["hash"]
+    (environment,) = json.loads((out / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    assert load_tokenizer(out / "tokenizer").hash == data["tokenizer"]
+    trainer = checkpoint.load(out / "checkpoints" / "step-00000012").trainer
+    assert trainer["config"]["steps"] == 12
+    assert trainer["data"]["hash"] == data["hash"]
+    assert list((out / "tensorboard").iterdir())
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1].keys() >= {"step", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "targets", "mfu"}

@@ -1,0 +1,171 @@
+"""A step gives the same however it is cut up, carries what it should, and learns."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from train_runs import FAMILIES, SMALL_MODEL, small_config
+
+from gss.data import Batch, Dataset, Lanes, Packed, Segments, as_tensors, dataset_from_arrays, open_dataset
+from gss.model import build_model
+from gss.nn.state_space import DiagonalStateSpace
+from gss.presets import PRESETS, preset
+from gss.train.config import TrainConfig
+from gss.train.distributed import World
+from gss.train.loop import BATCHINGS
+from gss.train.step import Stepper
+
+# Rates so small that parameters stay put: a step then shows the loss of the model as it was.
+STILL = {
+    "optimizer__learning_rate": 1e-30,
+    "optimizer__final_learning_rate": 0,
+    "optimizer__state_space_learning_rate": 1e-30,
+    "optimizer__weight_decay": 0,
+}
+
+
+def _stepper(config: TrainConfig, dtype: torch.dtype = torch.float32) -> Stepper:
+    torch.manual_seed(config.seed)
+    return Stepper(build_model(config.model).to(dtype), config, World(torch.device("cpu")))
+
+
+def _losses(config: TrainConfig, dataset: Dataset, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
+    stepper = _stepper(config, dtype)
+    batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
+    return [stepper.step(as_tensors(batches.batch(step)), step).loss.item() for step in range(steps)]
+
+
+@pytest.mark.parametrize("batching", ["segments", "lanes", "packed"])
+@pytest.mark.parametrize("micro_rows", [1, 3])
+def test_micro_batches_change_nothing_but_rounding(corpus: Path, batching: str, micro_rows: int) -> None:
+    dataset = open_dataset(corpus, "train")
+    whole = small_config(batching=batching)
+    pieces = small_config(batching=batching, micro_batch_tokens=32 * micro_rows)
+    expected = _losses(whole, dataset, 6, torch.float64)
+    assert _losses(pieces, dataset, 6, torch.float64) == pytest.approx(expected, rel=1e-10)
+    assert expected[-1] < expected[0]
+
+
+def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
+    """Not a mean of rows' means: a batch with a short tail would tell them apart."""
+    dataset = open_dataset(corpus, "train")
+    config = small_config(**STILL)
+    batches = Segments(dataset, config.length, config.rows)
+    step = next(s for s in range(100) if len({int(n) for n in batches.batch(s).mask.sum(1)}) > 1)
+    batch = as_tensors(batches.batch(step))
+    stepper = _stepper(config)
+    with torch.no_grad():
+        logits, _ = stepper.model(batch.tokens)
+        plain = torch.nn.functional.cross_entropy(logits[batch.mask], batch.targets[batch.mask])
+    result = stepper.step(batch, 0)
+    assert result.loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert result.targets == batch.mask.sum()
+
+
+def test_activation_checkpointing_changes_nothing(corpus: Path) -> None:
+    dataset = open_dataset(corpus, "train")
+    for batching in ("segments", "lanes"):
+        plain = _losses(small_config(batching=batching), dataset, 4)
+        assert _losses(small_config(batching=batching, activation_checkpointing=True), dataset, 4) == plain
+
+
+def _document_losses(stepper: Stepper, documents: Sequence[np.ndarray], eos: int) -> list[Tensor]:
+    """The loss of every token of every document, each read alone and whole."""
+    losses = []
+    for document in documents:
+        tokens = torch.tensor([[eos, *document]])
+        targets = torch.tensor([*document, eos])
+        with torch.no_grad():
+            logits, _ = stepper.model(tokens)
+        losses.append(torch.nn.functional.cross_entropy(logits[0], targets, reduction="none"))
+    return losses
+
+
+def _synthetic(lengths: Sequence[int]) -> tuple[Dataset, list[np.ndarray]]:
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(0, 256, length) for length in lengths]
+    return dataset_from_arrays([d.tolist() for d in documents], vocab_size=257, eos_id=256), documents
+
+
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
+@pytest.mark.parametrize("micro_rows", [1, 2])
+def test_lanes_read_documents_whole(family: str, micro_rows: int) -> None:
+    """Over an epoch in lanes every token has the loss that it has in its whole document, and none is affected by
+    the document before it in its lane."""
+    dataset, documents = _synthetic([100, 40, 33, 90, 7])
+    config = small_config(family, batching="lanes", batch_tokens=64, micro_batch_tokens=32 * micro_rows, **STILL)
+    stepper = _stepper(config, torch.float64)
+    whole = torch.cat(_document_losses(stepper, documents, 256)).sum().item()
+    lanes = Lanes(dataset, config.length, config.rows)
+    total = 0.0
+    for step in range(lanes.steps_per_epoch):
+        result = stepper.step(as_tensors(lanes.batch(step)), step)
+        total += result.loss.item() * int(result.targets)
+    assert total == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_read_apart(family: str) -> None:
+    dataset, documents = _synthetic([10, 20, 5, 31, 12, 12])
+    config = small_config(family, batching="packed", batch_tokens=128, **STILL)
+    stepper = _stepper(config, torch.float64)
+    whole = torch.cat(_document_losses(stepper, documents, 256)).sum().item()
+    packed = Packed(dataset, config.length, config.rows)
+    total = 0.0
+    for step in range(packed.steps_per_epoch):
+        result = stepper.step(as_tensors(packed.batch(step)), step)
+        total += result.loss.item() * int(result.targets)
+    assert total == pytest.approx(whole, rel=1e-9)
+
+
+def test_lanes_of_a_model_whose_state_grows_are_refused() -> None:
+    with pytest.raises(ValueError, match="grows with everything it has read"):
+        _stepper(small_config("transformer", batching="lanes"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_keeps_parameters_gradients_and_states_in_fp32(corpus: Path, family: str) -> None:
+    batching = "segments" if family == "transformer" else "lanes"
+    config = small_config(family, precision="bf16", batching=batching)
+    stepper = _stepper(config)
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    for module in stepper.model.modules():
+        if isinstance(module, DiagonalStateSpace):
+            module.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0].dtype, outputs[0].dtype)))
+            for parameter in module.parameters():
+                parameter.register_hook(lambda gradient: seen.append((gradient.dtype, torch.float32)) and None)
+    batches = BATCHINGS[batching](open_dataset(corpus, "train"), config.length, config.rows)
+    losses = [stepper.step(as_tensors(batches.batch(0)), step).loss for step in range(2)]
+    assert all(torch.isfinite(loss) and loss.dtype == torch.float32 for loss in losses)
+    assert all(p.dtype == torch.float32 for p in stepper.model.parameters())
+    assert bool(seen) == (family != "transformer")
+    assert all(output == torch.float32 for _, output in seen)
+    if stepper.lanes is not None:
+        for layer in stepper.lanes.layers:
+            assert all(tensor.dtype == torch.float32 for name, tensor in layer.items() if name.startswith("modes"))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
+def test_every_family_overfits_a_small_batch(name: str) -> None:
+    settings = {key.replace(".", "__"): value for key, value in SMALL_MODEL.items()} | {"model__width": 32}
+    config = small_config(
+        name.removesuffix("-tiny"), **settings, steps=300, optimizer__warmup_steps=10, optimizer__weight_decay=0
+    )
+    assert config.model.pattern == preset(name).pattern
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 257, (4, 33), generator=draw)
+    every = torch.ones(4, 32, dtype=torch.bool)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], every, torch.zeros_like(every), 0, 0)
+    stepper = _stepper(config)
+    losses = [stepper.step(batch, step).loss.item() for step in range(config.steps)]
+    assert losses[0] > 5
+    assert losses[-1] < 0.05, losses[::15]
+
+
+def test_rows_that_processes_cannot_share_are_refused() -> None:
+    config = small_config()
+    with pytest.raises(ValueError, match="cannot be shared by 3 processes"):
+        Stepper(build_model(config.model), config, World(torch.device("cpu"), rank=0, size=3))
