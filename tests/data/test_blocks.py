@@ -4,9 +4,11 @@ import io
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gss.data import blocks
-from gss.data.blocks import BLOCK, REACH, ChunkStream, Skip, block_count, count_words, cut_blocks, read_offset
+from gss.data.blocks import BLOCK, REACH, Block, ChunkStream, Skip, block_count, cut_blocks, read_offset
 
 
 def make(kind: str, size: int) -> bytes:
@@ -43,8 +45,19 @@ def test_words_are_counted_as_in_the_whole_text(kind: str) -> None:
     data = make(kind, 4 * BLOCK)
     found = list(cut_blocks(io.BytesIO(data)))
     assert len(found) > 2
-    assert sum(count_words(block.text(), block.inside_word) for block in found) == len(data.decode().split())
+    assert sum(block.words() for block in found) == len(data.decode().split())
     assert any(block.inside_word for block in found) == (kind == "solid")
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.one_of(
+        st.text(min_size=1), st.text("ab \n\x1f\x1b\x85\xa0\u1680\u2003\u200b\u201c\u205f\u3000\u3001é", min_size=1)
+    )
+)
+def test_words_are_those_of_split(text: str) -> None:
+    assert Block(text.encode(), inside_word=False).words() == len(text.split())
+    assert Block(text.encode(), inside_word=True).words() == len(("x" + text).split()) - 1
 
 
 def test_cuts_fall_between_lines() -> None:

@@ -58,6 +58,45 @@ def layer(
     console.print(table)
 
 
+@bench.command()
+def data(
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", "-t", help="A vocabulary; by default one is trained on the spot.")
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Text to tokenise, in MB.")] = 48,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a row of a batch.")] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
+    file_gigabytes: Annotated[
+        float, typer.Option(min=0, help="Size in GB of the one file whose preparation's memory is watched; 0: none.")
+    ] = 0.1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time tokenising beside the bare library and batching on one core; watch the memory of a large file."""
+    from gss.bench.data import bench_data
+
+    console = Console(stderr=as_json)
+    with console.status("starting") as status:
+        rows = bench_data(
+            tokenizer=tokenizer,
+            megabytes=megabytes,
+            length=length,
+            batch_size=batch_size,
+            file_gigabytes=file_gigabytes,
+            repeats=repeats,
+            report=status.update,
+        )
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    table = Table("what", "value", "unit", "peer", "its value", "ratio")
+    for row in rows:
+        peer_value = f"{row.peer_value:.1f}" if row.peer_value else "–"
+        ratio = f"{row.ratio:.2f}" if row.ratio else "–"
+        table.add_row(row.what, f"{row.value:.1f}", row.unit, row.peer or "–", peer_value, ratio)
+    console.print(table)
+
+
 def _shape(text: str) -> tuple[int, int]:
     batch, _, length = text.partition("x")
     if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):

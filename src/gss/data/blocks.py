@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 BLOCK = 1 << 18
 REACH = 1 << 13  # how far past a multiple of BLOCK a cut is looked for
 DIGEST = 16
@@ -20,6 +22,14 @@ DIGEST = 16
 # bytes before the multiple at which its match may begin, so that it ends at the multiple or after.
 _CUTS = ((re.compile(rb"\S\n(?=\S)"), 2), (re.compile(rb"\n(?=\S)"), 1), (re.compile(rb"\S(?= )"), 1))
 _BEFORE = 2
+
+
+# What str.split() takes for whitespace: these bytes, and these characters in UTF-8.
+_ASCII_SPACES = np.isin(np.arange(256), list(b"\t\n\v\f\r\x1c\x1d\x1e\x1f "))
+_WIDE_SPACES = re.compile(
+    rb"[\xc2\xe1\xe2\xe3](?:(?<=\xc2)[\x85\xa0]|(?<=\xe1)\x9a\x80|(?<=\xe2)\x80[\x80-\x8a\xa8\xa9\xaf]"
+    rb"|(?<=\xe2)\x81\x9f|(?<=\xe3)\x80\x80)"
+)
 
 
 class Skip(Exception):  # noqa: N818  (not an error: a document that is left out, and counted)
@@ -85,6 +95,17 @@ class Block:
         except UnicodeDecodeError:
             raise Skip(INVALID_UTF8) from None
 
+    def words(self) -> int:
+        """Words that start in this block, as str.split() finds them."""
+        if not self.data.isascii() and _WIDE_SPACES.search(self.data):
+            first_is_space = self.text()[0].isspace()
+            count = len(self.text().split())
+        else:  # only ASCII whitespace: counting bytes is fifty times as fast
+            spaces = _ASCII_SPACES[np.frombuffer(self.data, np.uint8)]
+            first_is_space = bool(spaces[0])
+            count = int(np.count_nonzero(spaces[:-1] > spaces[1:])) + (not first_is_space)
+        return count - 1 if self.inside_word and not first_is_space else count
+
     def digest(self) -> bytes:
         """The block's identity; a document's is the digest of its blocks' digests."""
         return hashlib.blake2b(self.data, digest_size=DIGEST).digest()
@@ -93,12 +114,6 @@ class Block:
 def document_digest(block_digests: bytes) -> bytes:
     """A document's identity from its blocks' digests, one after another."""
     return hashlib.blake2b(block_digests, digest_size=DIGEST).digest()
-
-
-def count_words(text: str, inside_word: bool) -> int:
-    """Words between whitespace that start in this text."""
-    words = len(text.split())
-    return words - 1 if inside_word and text and not text[0].isspace() else words
 
 
 def block_count(size: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gss.data import blocks
-from gss.data.blocks import REASONS, Skip, count_words, document_digest
+from gss.data.blocks import REASONS, Skip, document_digest
 from gss.data.readers import Fragment, Piece, read_piece
 from gss.data.tokenizer import Tokenizer
 
@@ -147,10 +147,9 @@ class _PartWriter:
         digests = bytearray()
         try:
             for block in fragment.blocks:
-                text = block.text()
-                tokens += self._write_ids(self._tokenizer.encode(text), fragment.name)
+                tokens += self._write_ids(self._tokenizer.encode(block.text()), fragment.name)
                 size += len(block.data)
-                words += count_words(text, block.inside_word)
+                words += block.words()
                 digests += block.digest()
             if fragment.first and fragment.last and not words:
                 raise Skip(blocks.EMPTY)

@@ -8,6 +8,7 @@ or of token files. Special tokens are never added: the end-of-document id is put
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -60,6 +61,10 @@ class Tokenizer(Protocol):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
         ...
+
+
+def _array(ids: list[int]) -> Ids:
+    return np.frombuffer(array("I", ids), np.uint32)  # three times as fast as np.asarray on a list
 
 
 def _hash(kind: str, vocab_size: int, eos_id: int, content: bytes) -> str:
@@ -127,9 +132,9 @@ class ByteTokenizer(_Described):
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        array = np.asarray(ids, dtype=np.int64)
+        values = np.asarray(ids, dtype=np.int64)
         # A model may emit bytes that are not UTF-8: they show as U+FFFD instead of failing.
-        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class JsonTokenizer(_Described):
@@ -160,7 +165,7 @@ class JsonTokenizer(_Described):
 
     def encode(self, text: str) -> Ids:
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.asarray(encoding.ids, dtype=np.uint32)
+        return _array(encoding.ids)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         wanted = [int(i) for i in ids if i != self.eos_id]
@@ -195,14 +200,14 @@ class SentencePieceTokenizer(_Described):
 
     def encode(self, text: str) -> Ids:
         if self._mark_bytes is None or SPACE_MARK not in text:
-            return np.asarray(self._processor.encode(text), dtype=np.uint32)
+            return _array(self._processor.encode(text))
         # The library reads a literal space mark as a space; spelled in bytes it survives the round trip.
         ids: list[int] = []
         for number, part in enumerate(text.split(SPACE_MARK)):
             if number:
                 ids += self._mark_bytes
             ids += self._processor.encode(part)
-        return np.asarray(ids, dtype=np.uint32)
+        return _array(ids)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i != self.eos_id]))
