@@ -108,7 +108,7 @@ class SplitWriter:
         self._documents = self._end = self._bytes = self._words = self._longest = 0
 
     def add_documents(self, rows: npt.NDArray[Any], names: list[str]) -> None:
-        """Index documents (rows of merge's table) whose tokens `add_tokens` is given in the same order."""
+        """Index documents (rows of merge's table, names as lines) whose tokens come in the same order."""
         lengths = rows["tokens"].astype(np.int64)
         columns = {
             "ends": self._end + np.cumsum(lengths),
@@ -119,7 +119,7 @@ class SplitWriter:
         }
         for column, values in columns.items():
             self._columns[column].write(values.astype("<u8").tobytes())
-        self._names.writelines(json.dumps(name) + "\n" for name in names)
+        self._names.writelines(names)
         self._documents += len(rows)
         self._end += int(lengths.sum())
         self._bytes += int(rows["bytes"].sum())

@@ -81,7 +81,7 @@ def merge_parts(
             entry = left_out.setdefault(REASONS[rows["skip"][i] - 1], {"documents": 0, "first": []})
             entry["documents"] += 1
             if len(entry["first"]) < NAMED:
-                entry["first"].append(chunk_names[i])
+                entry["first"].append(json.loads(chunk_names[i]))
     return {reason: left_out[reason] for reason in REASONS if reason in left_out}
 
 
@@ -143,13 +143,13 @@ def _drop_duplicates(table: npt.NDArray[Any]) -> None:
 
 
 def _document_names(parts: list[Path]) -> Iterator[str]:
-    """The documents' names in order; a long document has its first fragment's."""
+    """The documents' names in order, each still a line of JSON."""
     for part in parts:
         last = np.fromfile(part / RECORDS, RECORD)["last"]
         with open(part / NAMES, encoding="utf-8") as lines:
             for is_last, line in zip(last, lines, strict=True):
                 if is_last:
-                    yield json.loads(line)
+                    yield line
 
 
 def _runs(rows: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:

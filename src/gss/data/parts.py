@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gss.data import blocks
-from gss.data.blocks import REASONS, Skip, document_digest
+from gss.data.blocks import BLOCK, REASONS, Block, Skip, document_digest
 from gss.data.readers import Fragment, Piece, read_piece
 from gss.data.tokenizer import Tokenizer
 
@@ -34,6 +34,7 @@ RECORD = np.dtype(
         ("last", "?"),
     ]
 )
+_JSON = json.JSONEncoder()
 TOKENS, RECORDS, NAMES, DIGESTS = "tokens.bin", "records.bin", "names.jsonl", "digests.json"
 
 
@@ -94,6 +95,7 @@ def write_part(unit: Unit, folder: Path, tokenizer: Tokenizer, splits: tuple[str
             writer = _PartWriter(tokenizer, tokens, records, names)
             for piece in unit.pieces:
                 writer.write_piece(piece, 0 if piece.split is None else 1 + splits.index(piece.split))
+            writer.write_waiting()
             for file in (tokens, records, names):
                 file.flush()
                 os.fsync(file.fileno())
@@ -125,23 +127,69 @@ def explain_full_disk(error: OSError, folder: Path) -> None:
 
 
 class _PartWriter:
-    """Appends documents to a part's open files; a document that turns out bad is taken back."""
+    """Appends documents to a part's open files; a document that turns out bad is taken back.
+
+    Short documents wait until there are enough of them to be encoded at once; a call for each would cost more than
+    the work itself.
+    """
 
     def __init__(self, tokenizer: Tokenizer, tokens: BinaryIO, records: BinaryIO, names: TextIO) -> None:
         self._tokenizer = tokenizer
         self._dtype = token_dtype(tokenizer.vocab_size)
+        self._eos = np.asarray([tokenizer.eos_id], np.uint32)
         self._tokens, self._records, self._names = tokens, records, names
         self.fragment_digests: dict[int, str] = {}  # by the number of the record
         self._count = 0
+        self._waiting: list[tuple[str, Block, int]] = []  # name, text, split
+        self._waiting_bytes = 0
 
     def write_piece(self, piece: Piece, split: int) -> None:
         try:
             for fragment in read_piece(piece):
-                self._write_fragment(fragment, split)
+                if fragment.first and fragment.last and isinstance(fragment.blocks, tuple) and fragment.blocks:
+                    self._wait(fragment.name, fragment.blocks[0], split)
+                else:
+                    self._write_fragment(fragment, split)
         except Skip as skip:  # the piece itself is damaged from here on
-            self._write_record(Fragment(piece.name), split, skip=1 + REASONS.index(skip.reason))
+            self._write_skip(Fragment(piece.name), split, skip)
+
+    def _wait(self, name: str, block: Block, split: int) -> None:
+        self._waiting.append((name, block, split))
+        self._waiting_bytes += len(block.data)
+        if self._waiting_bytes >= BLOCK:
+            self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Write the short documents that wait."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        records = np.zeros(len(waiting), RECORD)
+        records["first"] = records["last"] = True
+        texts = []
+        for number, (_, block, split) in enumerate(waiting):
+            records["split"][number] = split
+            try:
+                text = block.text()
+                if not text.strip():
+                    raise Skip(blocks.EMPTY)
+            except Skip as skip:
+                records["skip"][number] = 1 + REASONS.index(skip.reason)
+            else:
+                texts.append(text)
+        good = np.flatnonzero(records["skip"] == 0)
+        chosen = [waiting[number] for number in good]
+        encoded = self._tokenizer.encode_many(texts)
+        records["tokens"][good] = [len(ids) + 1 for ids in encoded]
+        records["bytes"][good] = [len(block.data) for _, block, _ in chosen]
+        records["words"][good] = [len(text.split()) for text in texts]
+        digests = b"".join(document_digest(block.digest()) for _, block, _ in chosen)
+        records["digest"][good] = np.frombuffer(digests, "<u8").reshape(-1, 2)
+        if encoded:
+            ids = np.concatenate([part for ids in encoded for part in (ids, self._eos)])
+            self._write_ids(ids, f"{chosen[0][0]} to {chosen[-1][0]}")
+        self._append(records, [name for name, _, _ in waiting])
 
     def _write_fragment(self, fragment: Fragment, split: int) -> None:
+        self.write_waiting()
         start = self._tokens.tell()
         tokens = size = words = 0
         digests = bytearray()
@@ -154,11 +202,11 @@ class _PartWriter:
             if fragment.first and fragment.last and not words:
                 raise Skip(blocks.EMPTY)
             if fragment.last:
-                tokens += self._write_ids(np.asarray([self._tokenizer.eos_id]), fragment.name)
+                tokens += self._write_ids(self._eos, fragment.name)
         except Skip as skip:
             self._tokens.seek(start)
             self._tokens.truncate()
-            self._write_record(fragment, split, skip=1 + REASONS.index(skip.reason))
+            self._write_skip(fragment, split, skip)
             return
         self._write_record(fragment, split, tokens=tokens, bytes=size, words=words, digests=bytes(digests))
 
@@ -170,16 +218,21 @@ class _PartWriter:
         self._tokens.write(ids.astype(self._dtype).tobytes())
         return int(ids.size)
 
-    def _write_record(self, fragment: Fragment, split: int, skip: int = 0, digests: bytes = b"", **counts: int) -> None:
+    def _write_skip(self, fragment: Fragment, split: int, skip: Skip) -> None:
+        self.write_waiting()
+        self._write_record(fragment, split, skip=1 + REASONS.index(skip.reason))
+
+    def _write_record(self, fragment: Fragment, split: int, digests: bytes = b"", **values: int) -> None:
         record = np.zeros(1, RECORD)
-        for field, value in counts.items():
+        for field, value in {**values, "split": split, "first": fragment.first, "last": fragment.last}.items():
             record[field] = value
-        record["split"], record["skip"] = split, skip
-        record["first"], record["last"] = fragment.first, fragment.last
         if fragment.first and fragment.last:
             record["digest"] = np.frombuffer(document_digest(digests), "<u8")
         else:
             self.fragment_digests[self._count] = digests.hex()
-        self._records.write(record.tobytes())
-        self._names.write(json.dumps(fragment.name) + "\n")
-        self._count += 1
+        self._append(record, [fragment.name])
+
+    def _append(self, records: npt.NDArray[Any], names: list[str]) -> None:
+        self._records.write(records.tobytes())
+        self._names.writelines(_JSON.encode(name) + "\n" for name in names)
+        self._count += len(records)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from gss.data import blocks
-from gss.data.blocks import Block, ByteStream, ChunkStream, Skip, cut_blocks
+from gss.data.blocks import BLOCK, Block, ByteStream, ChunkStream, Skip, cut_blocks
 
 MAX_ROW = 1 << 26  # a row is parsed whole, so its size is what bounds memory
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -138,6 +138,13 @@ def row_document(name: str, text: object) -> Fragment:
         data = text.encode("utf-8")
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
         return _skipped(name, blocks.INVALID_UTF8)
+    return bytes_document(name, data)
+
+
+def bytes_document(name: str, data: bytes) -> Fragment:
+    """A document that is in memory already."""
+    if len(data) <= BLOCK:  # the usual row: one block, without the machinery that finds out
+        return Fragment(name, (Block(data, inside_word=False),) if data else ())
     return Fragment(name, cut_blocks(io.BytesIO(data)))
 
 
@@ -180,8 +187,10 @@ def _read_lines(piece: Piece) -> Iterator[Fragment]:
     for name, line in _lines(piece):
         if line is None:
             yield _skipped(name, blocks.ROW_TOO_LONG)
+        elif b"\0" in line:
+            yield _skipped(name, blocks.BINARY)
         else:
-            yield Fragment(name, _without_nul(cut_blocks(io.BytesIO(line.rstrip(b"\r\n")))))
+            yield bytes_document(name, line.rstrip(b"\r\n"))
 
 
 def _read_jsonl(piece: Piece) -> Iterator[Fragment]:

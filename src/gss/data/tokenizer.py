@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """The ids of a text, without any special token."""
         ...
 
+    def encode_many(self, texts: list[str]) -> list[Ids]:
+        """`encode` of each text; quicker than one by one for short ones."""
+        ...
+
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of ids; end-of-document ids are left out."""
         ...
@@ -96,6 +100,9 @@ class _Described:
 
     def encode(self, text: str) -> Ids:
         raise NotImplementedError
+
+    def encode_many(self, texts: list[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         raise NotImplementedError
@@ -164,8 +171,11 @@ class JsonTokenizer(_Described):
         self._finish()
 
     def encode(self, text: str) -> Ids:
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        return _array(encoding.ids)
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: list[str]) -> list[Ids]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [_array(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         wanted = [int(i) for i in ids if i != self.eos_id]
@@ -208,6 +218,11 @@ class SentencePieceTokenizer(_Described):
                 ids += self._mark_bytes
             ids += self._processor.encode(part)
         return _array(ids)
+
+    def encode_many(self, texts: list[str]) -> list[Ids]:
+        if self._mark_bytes is not None and any(SPACE_MARK in text for text in texts):
+            return [self.encode(text) for text in texts]
+        return [_array(ids) for ids in self._processor.encode(texts, num_threads=1)]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i != self.eos_id]))
