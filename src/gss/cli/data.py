@@ -8,6 +8,7 @@ import typer
 if TYPE_CHECKING:
     from gss.data.describe import Description, SplitDescription
     from gss.data.manifest import Manifest
+    from gss.data.sources import SourceOptions
 
 tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 
@@ -79,17 +80,9 @@ def prepare_command(
     """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
     from gss.cli.progress import share_bar
     from gss.data.preparation import prepare
-    from gss.data.sources import SourceOptions
     from gss.data.tokenizer import load_tokenizer
 
-    options = SourceOptions(
-        local=str(local) if local else None,
-        suffixes=tuple(ending if ending.startswith(".") else f".{ending}" for ending in suffix or ()),
-        field=field,
-        splits=splits,
-        hub_name=hub_name,
-        hub_revision=hub_revision,
-    )
+    options = _source_options(local, suffix, field, hub_name, hub_revision, splits)
     vocabulary = load_tokenizer(tokenizer, eos)
     with share_bar("tokenising") as show:
         manifest = prepare(
@@ -148,16 +141,9 @@ def train_command(
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
     from gss.cli.progress import share_bar
-    from gss.data.sources import SourceOptions
     from gss.data.tokenizer_training import train_tokenizer
 
-    options = SourceOptions(
-        local=str(local) if local else None,
-        suffixes=tuple(suffix or ()),
-        field=field,
-        hub_name=hub_name,
-        hub_revision=hub_revision,
-    )
+    options = _source_options(local, suffix, field, hub_name, hub_revision, "auto")
     with share_bar("reading") as show:
         trained = train_tokenizer(
             source,
@@ -173,6 +159,26 @@ def train_command(
     if trained.vocab_size < vocab_size:
         print(f"note: the text has only {trained.vocab_size} pieces to give, not {vocab_size}")
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
+
+
+def _source_options(
+    local: Path | None,
+    suffix: list[str] | None,
+    field: str,
+    hub_name: str | None,
+    hub_revision: str | None,
+    splits: str,
+) -> "SourceOptions":
+    from gss.data.sources import SourceOptions
+
+    return SourceOptions(
+        local=str(local) if local else None,
+        suffixes=tuple(ending if ending.startswith(".") else f".{ending}" for ending in suffix or ()),
+        field=field,
+        splits=splits,
+        hub_name=hub_name,
+        hub_revision=hub_revision,
+    )
 
 
 def _print_counts(manifest: "Manifest") -> None:
