@@ -29,8 +29,7 @@ class Lanes(Batches):
         self._pieces = -(-dataset.lengths // length)
         self._hands = _deal(self._pieces, batch_size)
         self.steps_per_epoch = max(int(self._pieces[hand].sum()) for hand in self._hands)
-        self._epoch = -1
-        self._order: list[tuple[Numbers, Numbers]] = []
+        self._kept: tuple[int, list[tuple[Numbers, Numbers]]] = (-1, [])
 
     @property
     def fullness(self) -> float:
@@ -56,15 +55,16 @@ class Lanes(Batches):
 
     def _lanes_of(self, epoch: int) -> list[tuple[Numbers, Numbers]]:
         """Each lane's documents in this epoch's order, and the pieces up to each one's end; the last epoch is kept."""
-        if epoch != self._epoch:
+        kept_epoch, order = self._kept  # one assignment, so that a prefetching thread and others may share this
+        if epoch != kept_epoch:
             hands = permute(np.arange(self.batch_size), self.batch_size, derive_key(self.seed, epoch, 0))
             order = []
             for lane, number in enumerate(hands):
                 hand = self._hands[number]
                 shuffled = hand[permute(np.arange(len(hand)), len(hand), derive_key(self.seed, epoch, 1 + lane))]
                 order.append((shuffled, np.cumsum(self._pieces[shuffled])))
-            self._order, self._epoch = order, epoch
-        return self._order
+            self._kept = (epoch, order)
+        return order
 
 
 def _deal(pieces: Numbers, lanes: int) -> list[Numbers]:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +78,27 @@ class Dataset:
             return float(self.manifest.splits[self.split]["unigram_entropy"])
         return unigram_entropy(np.bincount(self.tokens.astype(np.int64), minlength=self.vocab_size))
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The documents' names; read when first asked for."""
+    def names(self) -> Iterator[str]:
+        """The documents' names in order, read as they are asked for."""
         if self.folder is None:
-            return [str(number) for number in range(len(self))]
+            yield from map(str, range(len(self)))
+            return
         with open(self.folder / f"{self.split}.names", encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
+            yield from map(json.loads, lines)
 
     def document(self, number: int) -> Document:
         """A document by its number."""
         if not 0 <= number < len(self):
             raise ValueError(f"no document {number}: the split {self.split} has {len(self)}")
-        return Document(
-            number,
-            self.names[number],
-            self.tokens[self.starts[number] : self.ends[number]],
-            int(self.document_bytes[number]),
-            int(self.document_words[number]),
-        )
+        return self._document(number, next(islice(self.names(), number, None)))
 
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
-        return map(self.document, range(len(self)))
+        return map(self._document, range(len(self)), self.names())
+
+    def _document(self, number: int, name: str) -> Document:
+        ids = self.tokens[self.starts[number] : self.ends[number]]
+        return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
 
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
