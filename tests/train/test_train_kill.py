@@ -27,7 +27,8 @@ def _train(corpus: Path, out: Path) -> None:
 
 
 def _inside_a_save(folder: Path) -> bool:
-    return folder.is_dir() and any(name.startswith(".aside-") for name in os.listdir(folder))
+    """Whether a folder is being written; one that is being deleted ends in "-old" and does not count."""
+    return folder.is_dir() and any(n.startswith(".aside-") and not n.endswith("-old") for n in os.listdir(folder))
 
 
 def _kill_at(process: multiprocessing.process.BaseProcess, folder: Path, draw: random.Random, in_save: bool) -> None:
@@ -51,7 +52,7 @@ def _kills(corpus: Path, work: Path, kills: int, kills_in_save: int, seed: int) 
     expected = final_files(work / "straight", STEPS)
     # A server that has torch loaded forks the trainers: each starts in milliseconds, and each is a process of its own.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gss.train", "train_runs"])
+    context.set_forkserver_preload(["torch._dynamo", "gss.train"])
     draw = random.Random(seed)
     killed = killed_in_save = finished = 0
     out = work / "run0"

@@ -86,7 +86,7 @@ def test_nothing_intact_is_refused(corpus: Path, tmp_path: Path) -> None:
     run(small_config(), corpus, tmp_path / "run")
     for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints"):
         (path / "trainer.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="no checkpoint .* is intact: restore one, or delete them"):
+    with pytest.raises(ValueError, match=r"no checkpoint .* is intact: restore one, or delete them"):
         run(small_config(), corpus, tmp_path / "run")
 
 
@@ -105,7 +105,12 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path)
 
 def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
     run(small_config(), corpus, tmp_path / "run")
-    settings = {"checkpoint__every": 3, "report__log_every": 5, "micro_batch_tokens": 32, "activation_checkpointing": True}
+    settings = {
+        "checkpoint__every": 3,
+        "report__log_every": 5,
+        "micro_batch_tokens": 32,
+        "activation_checkpointing": True,
+    }
     assert train(small_config(**settings), corpus, tmp_path / "run", quiet=True).loss is None
 
 
@@ -134,9 +139,7 @@ def test_two_processes_cannot_train_in_one_folder(corpus: Path, tmp_path: Path) 
     run(small_config(), corpus, tmp_path / "run")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = run(small_config(), corpus, tmp_path / "straight")
     original = Stepper.step
 
@@ -199,7 +202,7 @@ def test_a_disk_that_fills_up_stops_the_run(corpus: Path, tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.safetensors.torch, "save_file", full)
-        with pytest.raises(OSError, match="could not write the checkpoint of step 8: .*No space left.*make room"):
+        with pytest.raises(OSError, match=r"could not write the checkpoint of step 8: .*No space left.*make room"):
             run(small_config(), corpus, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
     assert run(small_config(), corpus, tmp_path / "run") == straight

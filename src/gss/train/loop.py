@@ -151,7 +151,7 @@ class _Run:
         config, step = self.config, self.step
         report = config.report
         if last or step % report.log_every == 0:
-            self._log()
+            self._log(show=True)
         evaluate = report.evaluate_every and (step % report.evaluate_every == 0 or step == config.steps)
         sample = report.sample_every and (step % report.sample_every == 0 or step == config.steps)
         if evaluate:
@@ -206,8 +206,8 @@ class _Run:
         if self.step:
             self.progress.note(f"going on from step {self.step:,} of {config.steps:,}")
 
-    def _log(self) -> None:
-        """Read the results of the steps since the last time, refuse what is not finite, write and show."""
+    def _log(self, show: bool) -> None:
+        """Read the results of the steps since the last time, refuse what is not finite, write and maybe show."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -237,7 +237,8 @@ class _Run:
             )
         self._write(rows)
         self._last_row = rows[-1]
-        self.progress.training(rows[-1], (self.config.steps - self.step) * seconds / len(pending))
+        if show:
+            self.progress.training(rows[-1], (self.config.steps - self.step) * seconds / len(pending))
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self.world.leads:
@@ -270,7 +271,7 @@ class _Run:
         """Write a checkpoint unless this step has one; results up to here have been read and are finite."""
         if self._saved_at == self.step:
             return
-        self._log()
+        self._log(show=False)
         tensors, scalars = snapshot.take(self.stepper)
         error: Exception | None = None
         if self.world.leads:

@@ -1,0 +1,117 @@
+"""`gss train` from outside: its output in a pipe and on a terminal, its exit statuses, its signals."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train_runs import assignments, command, final_files, losses, run, small_config
+
+from gss.train import checkpoint
+
+
+def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
+    sets = [f"--set={setting}" for setting in assignments(model__attention__chunk=16, **settings)]
+    return ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", out, *sets]
+
+
+def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
+    process = command(*_arguments(corpus, tmp_path / "run", report__log_every=5))
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    assert "\x1b" not in output
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert [line.split(" · ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
+    for word in ("loss", "perplexity", "rate", "gradient", "tokens/s", "left"):
+        assert all(word in line for line in lines)
+    assert len(losses(tmp_path / "run")) == 12
+
+
+def test_a_live_line_on_a_terminal(corpus: Path, tmp_path: Path) -> None:
+    here, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gss", *map(str, _arguments(corpus, tmp_path / "run"))],
+        stdout=there,
+        stderr=there,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+    )
+    os.close(there)
+    shown = b""
+    while True:
+        try:
+            part = os.read(here, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    assert process.wait(timeout=60) == 0
+    assert b"step 12/12" in shown
+    assert b"\x1b[" in shown  # the line is redrawn in place
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_stop(corpus: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """However early or late it comes after training has begun, the step that it came in is saved."""
+    out = tmp_path / "run"
+    settings = {"steps": 5000, "checkpoint__every": 4000}
+    process = command(*_arguments(corpus, out, **settings))
+    while not (out / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert f"stopped by {number.name} after step" in output
+    taken = losses(out)
+    newest, _ = checkpoint.newest_good(out / "checkpoints")
+    assert newest is not None
+    assert checkpoint.step_of(newest) == len(taken) < 5000
+    more = len(taken) + 5
+    result = run(small_config(steps=more), corpus, out, allow=["steps", "optimizer.learning_rate"])
+    assert result[: len(taken)] == taken
+    assert len(result) == more
+
+
+def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path) -> None:
+    """torchrun passes SIGTERM on to its processes; all of them agree on the step and save it."""
+    out = tmp_path / "run"
+    process = command(*_arguments(corpus, out, steps=5000, checkpoint__every=4000), processes=2)
+    while not (out / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    newest, damaged = checkpoint.newest_good(out / "checkpoints")
+    assert damaged == []
+    assert newest is not None
+    assert checkpoint.step_of(newest) == len(losses(out))
+
+
+def test_errors_are_one_line(corpus: Path, tmp_path: Path) -> None:
+    cases = [
+        ["train", "--preset", "gss-tiny", "--data", tmp_path / "none", "--out", tmp_path / "run"],
+        ["train", "--preset", "nope", "--data", corpus, "--out", tmp_path / "run"],
+        [*_arguments(corpus, tmp_path / "run"), "--set", "device=cuda"],
+    ]
+    for arguments, word in zip(cases, ("not a prepared corpus", "no preset 'nope'", "torch sees no GPU"), strict=True):
+        process = command(*arguments)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert errors.startswith("error: ")
+        assert word in errors
+        assert errors.count("\n") == 1
+
+
+def test_the_command_is_the_function(corpus: Path, tmp_path: Path) -> None:
+    process = command(*_arguments(corpus, tmp_path / "command"))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert run(small_config(), corpus, tmp_path / "function") == losses(tmp_path / "command")
+    assert final_files(tmp_path / "function", 12) == final_files(tmp_path / "command", 12)

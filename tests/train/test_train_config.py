@@ -1,0 +1,113 @@
+"""Configs: what overrides what, what is refused, and every file in configs/."""
+
+from pathlib import Path
+
+import pytest
+from train_runs import SMALL_MODEL, run
+
+from gss.config import from_mapping, to_mapping
+from gss.presets import PRESETS, preset
+from gss.train import TrainConfig, resolve
+from gss.train.config import differences
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# The paper's tables 1 and 2, as far as their models are presets: (file, preset) → rows × length.
+PAPER_RUNS = {
+    **{("lm1b", name): (1024, 512) for name in ("gss-lm1b", "dss-lm1b", "transformer-lm1b")},
+    **{("pg19", name): (128, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
+    **{("arxiv", name): (128, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
+    **{("github", name): (256, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
+}
+SMALL_RUNS = {"tiny": ["gss-tiny", "gss-hybrid-tiny"], "small": ["gss-small"]}
+
+
+def test_every_file_is_covered_here() -> None:
+    files = {path.stem for path in CONFIGS.iterdir()}
+    assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys()
+
+
+def test_every_preset_of_the_paper_has_a_run() -> None:
+    stated = {name for name, entry in PRESETS.items() if entry.paper_parameters is not None}
+    assert stated <= {name for _, name in PAPER_RUNS}
+
+
+@pytest.mark.parametrize(("file", "name"), PAPER_RUNS)
+def test_the_papers_runs(file: str, name: str) -> None:
+    config = resolve(name, CONFIGS / f"{file}.toml")
+    assert (config.rows, config.length) == PAPER_RUNS[file, name]
+    assert config.model == preset(name)
+    assert config.steps == 125_000
+    assert config.batching == ("packed" if file == "lm1b" else "segments")
+    optimizer = config.optimizer
+    assert optimizer.learning_rate in (0.0064, 0.0032, 0.0016, 0.0008)
+    assert (optimizer.warmup_steps, optimizer.final_learning_rate) == (1000, 1e-6)
+    assert (optimizer.state_space_learning_rate, optimizer.weight_decay, optimizer.clip_norm) == (1e-3, 0.1, 1.0)
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SMALL_RUNS.items() for name in names])
+def test_small_runs_run(corpus: Path, tmp_path: Path, file: str, name: str) -> None:
+    """With narrower layers, fewer and shorter rows and 3 steps: their own schedule, reports and checkpoints."""
+    narrow = {**SMALL_MODEL, "length": 64, "batch_tokens": 128, "steps": 3, "device": "cpu"}
+    reports = {"report.evaluate_lengths": "[32, 64]", "report.evaluate_tokens": 512, "report.sample_tokens": 4}
+    sets = [f"{key}={value}" for key, value in {**narrow, **reports}.items()]
+    assert len(run(resolve(name, CONFIGS / f"{file}.toml", sets, 257), corpus, tmp_path / "run")) == 3
+
+
+def test_what_overrides_what(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'preset = "dss-tiny"\nsteps = 7\nseed = 3\n[model]\ndepth = 3\nwidth = 64\n[optimizer]\nbetas = [0.8, 0.9]\n'
+    )
+    config = resolve(None, file, ["steps=9", "model.depth=5", "checkpoint.every=2"], 300)
+    assert (config.preset, config.steps, config.seed) == ("dss-tiny", 9, 3)
+    assert (config.model.depth, config.model.width, config.model.vocab_size) == (5, 64, 300)
+    assert config.model.pattern == ("dss",)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert resolve("gss-tiny", file).model.pattern == ("gss",)
+    assert resolve("gss-tiny", file, ["preset=transformer-tiny"]).model.pattern == ("attention",)
+    assert resolve("gss-tiny", None, ["model.vocab_size=512"], 300).model.vocab_size == 512
+
+
+def test_goes_out_and_comes_back() -> None:
+    config = resolve("gss-hybrid-tiny", None, ["steps=5", "report.evaluate_lengths=[64, 128]"])
+    assert from_mapping(TrainConfig, to_mapping(config)) == config
+    assert differences(to_mapping(config), config) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["length=100", "batch_tokens=250"],
+            r"batch_tokens \(250\) must be a multiple of length \(100\): 200 would do",
+        ),
+        (["length=100", "batch_tokens=200", "micro_batch_tokens=50"], "micro_batch_tokens"),
+        (["steps=0"], "steps must be at least 1"),
+        (["batching=rows"], "batching cannot be 'rows'; choose from: segments, lanes, packed"),
+        (["parallel=fsdp"], "choose from: ddp, fsdp2"),
+        (["precision=fp8"], "choose from: auto, fp32, bf16"),
+        (["optimizer.name=sgd"], "choose from: adamw"),
+        (["optimizer.learning_rate=0"], "optimizer.learning_rate must be over 0"),
+        (["optimizer.learning_rate=-1e-3"], "optimizer.learning_rate must be over 0"),
+        (["optimizer.betas=[0.9, 1.0]"], "betas"),
+        (["checkpoint.keep_last=1"], "keep_last must be at least 2"),
+        (["report.log_every=0"], "log_every must be at least 1"),
+        (["stepz=3"], "has no field 'stepz'"),
+        (["model.vocab_size=100"], "vocabulary has 257 ids, the model's only 100"),
+        (["steps"], "not of the form key=value"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve("gss-tiny", None, settings, 257)
+
+
+def test_no_preset_and_bad_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which model"):
+        resolve(None, None, ["steps=3"])
+    with pytest.raises(ValueError, match="there is no preset 'gsss'"):
+        resolve("gsss")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ValueError, match="is not valid TOML"):
+        resolve("gss", tmp_path / "bad.toml")
