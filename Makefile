@@ -14,10 +14,10 @@ run: $(READY)
 	$(BIN)/gss presets
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -n auto -m "not soak"
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -n auto -m soak
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -62,11 +62,11 @@ class LanguageModel(nn.Module):
         `starts` [B, L] marks the first token of every document in packed rows; each is then read alone, and no
         state comes in or goes out.
         """
+        if state is not None:
+            self.check_state(state, tokens.shape[0])
         first = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
         position = first.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         documents = None
-        if state is not None:
-            self.check_state(state, tokens.shape[0])
         if starts is not None:
             if state is not None or keep_state:
                 raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")

@@ -15,7 +15,7 @@ from gss.nn.documents import Documents
 from gss.nn.state import state_dtype
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
-from gss.ops.recurrence import carried_output, final_state, step, transition
+from gss.ops.recurrence import carried_output, final_state, step
 
 
 class DiagonalStateSpace(nn.Module):
@@ -82,7 +82,7 @@ class DiagonalStateSpace(nn.Module):
     def _step(self, u: Tensor, before: Tensor | None, readout: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
         if before is None:
             before = readout.new_zeros(u.shape[0], *readout.shape)
-        y, after = step(u[:, 0], before, readout, transition(log_a, readout.dtype))
+        y, after = step(u[:, 0], before, readout, torch.exp(log_a))
         return (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1), torch.view_as_real(after)
 
     def _readout_scale(self) -> Tensor:

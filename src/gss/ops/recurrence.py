@@ -33,8 +33,12 @@ def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None) -> Tensor:
 
 
 def step(signal: Tensor, state: Tensor, readout: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: signal [B, H], state [B, H, N], a = Ā [G, N] → output [B, H] and the next state."""
-    state = torch.addcmul(signal.unsqueeze(-1).to(state.dtype), a, state)
+    """One token: signal [B, H], state [B, H, N], a = Ā [G, N] complex128 → output [B, H] and the next state.
+
+    The update is float64 arithmetic on a stored state of lower precision: its roundings then average out, where a
+    rounded Ā would turn every step the same wrong way and drift in proportion to the number of tokens.
+    """
+    state = torch.addcmul(signal.unsqueeze(-1).to(a.dtype), a, state).to(state.dtype)
     output = torch.linalg.vecdot(readout.conj().expand_as(state), state).real
     return output, state
 

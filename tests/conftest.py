@@ -1,0 +1,33 @@
+"""Shared set-up: one thread a worker when tests run side by side, and small models of every family."""
+
+import os
+
+import pytest
+import torch
+
+import gss
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def small_config(family: str, **overrides: object) -> gss.ModelConfig:
+    """A model of a few thousand parameters with every part of its family."""
+    sizes = {
+        "vocab_size": 61,
+        "width": 16,
+        "depth": 1 if family == "dss" else 2,  # a DSS block holds two state spaces
+        "gate_width": 24,
+        "channels": 5,
+        "feedforward_width": 24,
+        "state_space.modes": 6,
+        "attention.heads": 2,
+    }
+    return gss.preset(f"{family}-tiny", **{**sizes, **overrides})

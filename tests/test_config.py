@@ -1,0 +1,45 @@
+"""Configs: overrides, files, and the way back from plain data."""
+
+import json
+
+import pytest
+
+import gss
+from gss.config import ModelConfig, from_mapping, from_toml, override, parse_assignments, to_mapping
+
+
+@pytest.mark.parametrize("name", gss.PRESETS)
+def test_round_trip_through_json(name: str) -> None:
+    config = gss.preset(name)
+    assert from_mapping(ModelConfig, json.loads(json.dumps(to_mapping(config)))) == config
+
+
+def test_overrides_reach_nested_fields() -> None:
+    config = gss.preset("gss", depth=3, state_space={"modes": 7}, **{"attention.chunk": 9})
+    assert (config.depth, config.state_space.modes, config.attention.chunk) == (3, 7, 9)
+    assert config.state_space.decay_range == gss.preset("gss").state_space.decay_range
+    both = override(config, {"state_space.modes": 8, "state_space.imaginary": "plain"})
+    assert (both.state_space.modes, both.state_space.imaginary) == (8, "plain")
+
+
+def test_assignments() -> None:
+    values = parse_assignments(
+        ["depth=3", "norm=rmsnorm", 'activation="swish"', "attention.chunk=none", "pattern=gss, dss", "norm_epsilon=1"]
+    )
+    config = override(gss.preset("gss-hybrid"), values)
+    assert (config.depth, config.norm, config.activation, config.attention.chunk) == (3, "rmsnorm", "swish", None)
+    assert config.pattern == ("gss", "dss")
+    assert config.norm_epsilon == 1.0
+
+
+def test_toml(tmp_path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text('width = 64\npattern = ["gss", "attention"]\n[state_space]\ndecay_range = [1e-2, 1]\n')
+    config = from_toml(ModelConfig, path)
+    assert (config.width, config.pattern, config.state_space.decay_range) == (64, ("gss", "attention"), (0.01, 1.0))
+
+
+def test_the_pattern_names_every_layer() -> None:
+    attention = [i for i, kind in enumerate(gss.preset("gss-hybrid-l").layers, start=1) if kind == "attention"]
+    assert attention == [2, 6, 10, 14, 18, 22, 26, 30]
+    assert gss.preset("gss", depth=3).layers == ("gss",) * 3

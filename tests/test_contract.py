@@ -1,0 +1,199 @@
+"""The one contract: a sequence run whole, in pieces, or a token at a time gives one answer, gradients included."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gss
+from tests.comparing import relative_error
+from tests.conftest import FAMILIES, small_config
+
+LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def run(model: gss.LanguageModel, tokens: torch.Tensor, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """Logits, and the gradient of a fixed random function of them for every parameter, from pieces of these sizes."""
+    state, logits = None, []
+    for piece in tokens.split(sizes, dim=1):
+        output, state = model(piece, state)
+        logits.append(output)
+    whole = torch.cat(logits, dim=1)
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad((whole * weights.to(whole.dtype)).sum(), list(parameters.values()))
+    return {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.1e}"
+
+
+def random_sizes(total: int, most: int, generator: random.Random) -> list[int]:
+    sizes = []
+    while total:
+        sizes.append(generator.randint(1, min(total, most)))
+        total -= sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None:
+    model = gss.build_model(small_config(family)).to(dtype)
+    for length in LENGTHS:
+        tokens = torch.randint(0, 61, (batch, length))
+        whole = run(model, tokens, [length])
+        pieces = run(model, tokens, random_sizes(length, 400, random.Random(length)))
+        assert_same(pieces, whole, TOLERANCE[dtype])
+        assert_same(run(model, tokens, [1] * length), whole, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_and_pieces_at_16384(family: str, dtype: torch.dtype) -> None:
+    """Logits and gradients; the pieces end in a hundred single steps."""
+    model = gss.build_model(small_config(family)).to(dtype)
+    tokens = torch.randint(0, 61, (1, 16_384))
+    sizes = [*random_sizes(16_284, 6000, random.Random(0)), *[1] * 100]
+    assert_same(run(model, tokens, sizes), run(model, tokens, [16_384]), TOLERANCE[dtype])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_at_16384(family: str) -> None:
+    model = gss.build_model(small_config(family, depth=1 if family == "transformer" else 2))
+    tokens = torch.randint(0, 61, (1, 16_384))
+    state, logits = None, []
+    for token in tokens.split(1, dim=1):
+        output, state = model(token, state)
+        logits.append(output)
+    assert relative_error(torch.cat(logits, dim=1), model(tokens)[0]) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
+def test_gradients_through_16384_steps(family: str, dtype: torch.dtype) -> None:
+    model = gss.build_model(small_config(family)).to(dtype)
+    tokens = torch.randint(0, 61, (1, 16_384))
+    assert_same(run(model, tokens, [1] * 16_384), run(model, tokens, [16_384]), TOLERANCE[dtype])
+
+
+# The options that the presets leave alone take the same code paths with other numbers in them.
+OPTIONS = [
+    {"state_space.discretization": "bilinear"},
+    {"state_space.imaginary": "plain"},
+    {"state_space.step_range": [0.01, 0.1]},
+    {"activation": "relu2", "norm": "rmsnorm", "bias": False},
+    {"activation": "swish", "attention.head_width": 3},
+    {"attention.chunk": 7, "positions": "sinusoidal"},
+]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    family=st.sampled_from(FAMILIES),
+    options=st.sampled_from(OPTIONS),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    batch=st.integers(1, 3),
+)
+def test_any_pieces(family: str, options: dict[str, object], sizes: list[int], batch: int) -> None:
+    torch.manual_seed(0)
+    model = gss.build_model(small_config(family, **options)).double()
+    tokens = torch.randint(0, 61, (batch, sum(sizes)))
+    assert_same(run(model, tokens, sizes), run(model, tokens, [sum(sizes)]), 1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_state_is_no_state(family: str) -> None:
+    model = gss.build_model(small_config(family)).double()
+    tokens = torch.randint(0, 61, (2, 30))
+    logits, state = model(tokens, model.initial_state(2))
+    expected, expected_state = model(tokens)
+    assert relative_error(logits, expected) < 1e-12
+    assert torch.equal(state.position, expected_state.position)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_reaches_what_made_the_state(family: str) -> None:
+    model = gss.build_model(small_config(family)).double()
+    tokens = torch.randint(0, 61, (1, 20))
+    _, state = model(tokens[:, :10])
+    loss = model(tokens[:, 10:], state)[0].square().sum()
+    kept = [t for layer in state.layers for t in layer.values() if t.requires_grad]
+    assert all(g.norm() > 0 for g in torch.autograd.grad(loss, kept))
+    detached = state.detach()
+    assert not any(t.requires_grad for layer in detached.layers for t in layer.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_is_a_value(family: str) -> None:
+    """Going on from a state leaves it as it was, so two continuations can share it."""
+    model = gss.build_model(small_config(family)).double()
+    tokens = torch.randint(0, 61, (1, 20))
+    _, state = model(tokens[:, :10])
+    copies = state.map(torch.clone)
+    first, _ = model(tokens[:, 10:], state)
+    model(tokens[:, 10:11], state)
+    assert torch.equal(model(tokens[:, 10:], state)[0], first)
+    for layer, copy in zip(state.layers, copies.layers, strict=True):
+        assert all(torch.equal(layer[name], copy[name]) for name in layer)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_at_different_positions(family: str, length: int) -> None:
+    """Sequences read to different points, joined: each goes on as if alone. Then one is reset, one branched."""
+    model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
+    tokens = torch.randint(0, 61, (3, 60))
+    read = [11, 3, 24]
+    state = gss.ModelState.join([model(tokens[i : i + 1, :n])[1] for i, n in enumerate(read)])
+    piece = torch.stack([tokens[i, n : n + length] for i, n in enumerate(read)])
+    logits, state = model(piece, state)
+    for i, n in enumerate(read):
+        alone = model(tokens[i : i + 1, : n + length])[0][:, n:]
+        assert relative_error(logits[i : i + 1], alone) < 1e-11
+
+    reset = state.where(torch.tensor([True, False, False]), model.initial_state(3))
+    logits, _ = model(piece, reset)
+    assert relative_error(logits[:1], model(piece[:1])[0]) < 1e-11
+    whole = torch.cat([tokens[1:2, : read[1] + length], piece[1:2]], dim=1)
+    assert relative_error(logits[1:2], model(whole)[0][:, -length:]) < 1e-11
+
+    branched, _ = model(piece[[2, 2]], state.select([2, 2]))
+    assert relative_error(branched[0], branched[1]) < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_read_alone(family: str) -> None:
+    model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
+    tokens = torch.randint(0, 61, (2, 60))
+    cuts = [[0, 1, 5, 30, 60], [0, 33, 40, 60]]
+    starts = torch.zeros(2, 60, dtype=torch.bool)
+    for row, cut in enumerate(cuts):
+        starts[row, cut[1:-1]] = True  # a row's first token starts a document, marked or not
+    packed, state = model.hidden(tokens, keep_state=False, starts=starts)
+    assert state is None
+    alone = [
+        torch.cat([model.hidden(tokens[row : row + 1, a:b])[0] for a, b in itertools.pairwise(cut)], dim=1)
+        for row, cut in enumerate(cuts)
+    ]
+    assert relative_error(packed, torch.cat(alone)) < 1e-12
+
+
+def test_state_precision_under_autocast() -> None:
+    model = gss.build_model(small_config("gss"))
+    tokens = torch.randint(0, 61, (2, 12))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, state = model(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert all(t.dtype == torch.float32 for layer in state.layers for t in layer.values())
+    assert relative_error(logits, model(tokens)[0]) < 0.05

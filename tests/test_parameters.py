@@ -1,0 +1,70 @@
+"""Parameter counts against the paper's, and the costs that `gss params` prints."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gss
+from gss.accounting import account, flops_per_token
+from gss.cli import app
+
+PAPER = {
+    "gss-lm1b": 190,
+    "gss": 192,
+    "gss-l": 352,
+    "gss-hybrid-l": 373,
+    "transformer-lm1b": 182,
+    "dss-lm1b": 188,
+    "dss": 209,
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_counts(name: str) -> None:
+    result = CliRunner().invoke(app, ["params", name, "--json"])
+    assert result.exit_code == 0, result.output
+    counted = json.loads(result.stdout)["parameters"]
+    assert counted == pytest.approx(PAPER[name] * 1e6, rel=0.005)
+    assert gss.PRESETS[name].paper_parameters == PAPER[name]
+
+
+@pytest.mark.parametrize("name", gss.PRESETS)
+def test_accounts_are_the_built_model(name: str) -> None:
+    config = gss.preset(name)
+    accounts = account(config)
+    with torch.device("meta"):
+        model = gss.build_model(config)
+    assert accounts.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss", "transformer"])
+@pytest.mark.parametrize("length", [1, 700])
+def test_state_bytes_are_the_state(family: str, length: int) -> None:
+    config = gss.preset(f"{family}-tiny")
+    _, state = gss.build_model(config)(torch.zeros(1, length, dtype=torch.int64))
+    assert account(config, length).state_bytes == state.nbytes
+
+
+def test_flops() -> None:
+    config = gss.preset("transformer", depth=1)
+    dense = 2 * (12 * 1024**2 + 32_000 * 1024)
+    assert account(config, 4096).flops["dense"] == dense
+    attention = 4 * 1024 * 4097 / 2  # scores and values over half of the sequence
+    assert flops_per_token(config, 4096) == dense + attention
+    chunked = gss.preset("transformer", depth=1, attention={"chunk": 512})
+    assert flops_per_token(chunked, 4096) == flops_per_token(config, 512)
+
+
+def test_presets_are_listed() -> None:
+    result = CliRunner().invoke(app, ["presets"])
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in gss.PRESETS)
+
+
+def test_params_table() -> None:
+    result = CliRunner().invoke(app, ["params", "gss-tiny", "--set", "depth=1", "--length", "512"])
+    assert result.exit_code == 0
+    assert "gss layers" in result.stdout
+    assert "length 512" in result.stdout

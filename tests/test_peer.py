@@ -1,0 +1,65 @@
+"""Parity with an independent implementation: PyPI's gated-state-spaces-pytorch, weights copied in."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gss.bench.layer import bench_layer
+from gss.bench.peers import paired_parameters, pypi_gss
+from gss.cli import app
+from gss.config import ModelConfig, StateSpaceConfig
+from gss.nn.gss import GSSLayer
+from tests.comparing import relative_error
+
+pytest.importorskip("gated_state_spaces_pytorch", reason="the peer is an optional test dependency")
+
+
+@pytest.mark.parametrize("imaginary", ["exp", "plain"])
+@pytest.mark.parametrize("length", [1, 2, 127, 1000])
+def test_outputs_and_gradients(length: int, imaginary: str) -> None:
+    space = StateSpaceConfig(modes=24, imaginary=imaginary, decay_init="log_normal", readout_init="unit")  # type: ignore[arg-type]
+    config = ModelConfig(width=32, gate_width=96, channels=16, norm_epsilon=1e-5, state_space=space)
+    layer = GSSLayer(config)
+    torch.nn.init.normal_(layer.norm.bias)  # type: ignore[arg-type]
+    torch.nn.init.normal_(layer.output.bias)
+    peer = pypi_gss(layer)
+    x = torch.randn(3, length, 32, requires_grad=True)
+    actual, expected = layer(x)[0], peer(x)
+    assert relative_error(actual, expected) < 1e-5
+
+    gradient = torch.randn_like(expected)
+    actual.backward(gradient)
+    input_gradient, x.grad = x.grad, None
+    expected.backward(gradient)
+    assert relative_error(input_gradient, x.grad) < 1e-5
+    gradients = {id(p): p.grad for p in layer.parameters()}
+    halves = {id(peer.dss.C_real): 0, id(peer.dss.C_imag): 1}
+    for theirs, ours in paired_parameters(peer, layer):
+        own = layer.state_space.readout.grad[..., halves[id(theirs)]] if id(theirs) in halves else gradients[id(ours)]
+        assert relative_error(own, theirs.grad) < 1e-5
+
+
+SIZES = {"width": 16, "gate_width": 32, "channels": 8, "modes": 8}
+
+
+def test_bench_refuses_to_report_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gss.bench.layer._difference", lambda ours, theirs: float("nan"))
+    with pytest.raises(ValueError, match="differ by nan"):
+        bench_layer(**SIZES, shapes=((1, 64),), repeats=1)
+
+
+def test_bench_command() -> None:
+    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
+    command = ["bench", "layer", "--peer", "--shape", "1x64", "--repeats", "1", "--json", *sizes]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["part"] for row in rows] == ["state space", "layer"]
+    assert all(row["error"] < 1e-5 and row["speedup"] > 0 and row["peer_peak_bytes"] > 0 for row in rows)
+
+
+def test_bench_shapes() -> None:
+    result = CliRunner().invoke(app, ["bench", "layer", "--shape", "64"])
+    assert "'64' is not a shape" in str(result.exception)
