@@ -61,7 +61,8 @@ def bench_data(
         root = Path(folder)
         report("writing text")
         (root / "corpus").mkdir()
-        sizes = [_write_document(root / "corpus" / f"{n}.txt", 1 << 20, n) for n in range(max(1, megabytes))]
+        text = b"".join(_standard_library())
+        sizes = [_write_document(root / "corpus" / f"{n}.txt", text, 10**6, n) for n in range(megabytes)]
         report("making a vocabulary")
         vocabulary = _vocabulary(tokenizer, root)
         rows = _tokenising(root, vocabulary, sum(sizes), repeats, report)
@@ -69,7 +70,8 @@ def bench_data(
         rows += _batching(root / "prepared", length, batch_size)
         if file_gigabytes:
             report(f"preparing one file of {file_gigabytes} GB")
-            rows.append(_memory(root, vocabulary, file_gigabytes))
+            _write_document(root / "long.txt", text, int(file_gigabytes * 1e9), 0)
+            rows.append(_memory(root, vocabulary))
         return rows
 
 
@@ -80,24 +82,17 @@ def _standard_library() -> Iterator[bytes]:
                 yield block.data
 
 
-def _write_document(path: Path, size: int, number: int) -> int:
-    """A text of about `size` bytes, from another place of the standard library for each number."""
-    text = b"".join(_standard_library()) if not _cached_text else _cached_text[0]
-    _cached_text[:] = [text]
-    head = b"document %d\n" % number
-    written = len(head)
+def _write_document(path: Path, text: bytes, size: int, number: int) -> int:
+    """A document of about `size` bytes, from another place of the text for each number; returns its size."""
+    written = 0
     position = text.find(b"\n", number * (1 << 20) % len(text)) + 1
     with open(path, "wb") as file:
-        file.write(head)
+        written += file.write(b"document %d\n" % number)
         while written < size:
             end = text.find(b"\n", min(len(text) - 1, position + min(size - written, 1 << 24))) + 1 or len(text)
-            file.write(text[position:end])
-            written += end - position
+            written += file.write(text[position:end])
             position = end % len(text)
     return written
-
-
-_cached_text: list[bytes] = []
 
 
 def _vocabulary(spec: str | None, root: Path) -> Tokenizer:
@@ -194,10 +189,10 @@ def tokens_per_second(batches: Batches, seconds: float) -> float:
     return step * batches.batch_size * batches.length / (time.perf_counter() - started)
 
 
-def _memory(root: Path, tokenizer: Tokenizer, gigabytes: float) -> DataRow:
+def _memory(root: Path, tokenizer: Tokenizer) -> DataRow:
     """The most memory that preparing one long file takes, over all its processes."""
     path = root / "long.txt"
-    size = _write_document(path, int(gigabytes * 1e9), 0)
+    size = path.stat().st_size
     tokenizer.save(root / "saved")
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_prepare_long, args=(str(path), str(root / "long"), str(root / "saved")))

@@ -232,7 +232,7 @@ def _read_arrow(piece: Piece) -> Iterator[Fragment]:
     """Rows of an Arrow file as the datasets library caches them."""
     import datasets
 
-    table = datasets.Dataset.from_file(piece.path)
+    table = datasets.Dataset.from_file(piece.path).select_columns([piece.field])
     stop = piece.stop if piece.stop is not None else len(table)
     for start in range(piece.start, stop, 16):
         for number, text in enumerate(table[start : min(start + 16, stop)][piece.field]):
