@@ -14,7 +14,7 @@ from data_corpora import folder_bytes, make_text
 from gss.data import SourceOptions, load_tokenizer, prepare
 from gss.data.blocks import BLOCK
 
-PIECE = 40_000
+PIECE = 120_000
 RUN = f"""
 import sys
 from gss.data import SourceOptions, load_tokenizer, prepare
