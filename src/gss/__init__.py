@@ -10,6 +10,7 @@ from gss.config import AttentionConfig, ModelConfig, StateSpaceConfig
 from gss.presets import PRESETS, preset
 
 if TYPE_CHECKING:
+    from gss.loading import load
     from gss.model import LanguageModel, build_model
     from gss.nn.state import ModelState
 
@@ -23,11 +24,17 @@ __all__ = [
     "ModelState",
     "StateSpaceConfig",
     "build_model",
+    "load",
     "preset",
 ]
 
 # What needs torch is imported on first use, so that `import gss` and `gss --help` stay quick.
-_LAZY = {"LanguageModel": "gss.model", "build_model": "gss.model", "ModelState": "gss.nn.state"}
+_LAZY = {
+    "LanguageModel": "gss.model",
+    "ModelState": "gss.nn.state",
+    "build_model": "gss.model",
+    "load": "gss.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, models, train
+from gss.cli import bench, data, models, train, use
 
 app = typer.Typer(
     name="gss",
@@ -42,6 +42,7 @@ def _options(
 
 models.register(app)
 data.register(app)
+use.register(app)
 bench.register(app)
 train.register(app)
 

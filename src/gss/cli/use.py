@@ -1,0 +1,164 @@
+"""Commands on trained models: eval, generate."""
+
+import csv
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gss.evaluate import Evaluation
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the app."""
+    app.command("eval")(evaluate_command)
+    app.command("generate")(generate_command)
+
+
+def evaluate_command(
+    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
+    split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
+    carry_state: Annotated[
+        bool, typer.Option("--carry-state", help="Also read every document whole, its state carried.")
+    ] = False,
+    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Score at most this many tokens. Default: all.")] = None,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time: bounds memory.")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side when windows are short.")] = 16_384,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, or bf16 (autocast).")] = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Also write the rows to a CSV file.")] = None,
+) -> None:
+    """Score held-out documents at several sequence lengths, the same target tokens at each."""
+    from rich.console import Console
+
+    from gss.cli.progress import share_bar
+    from gss.data import open_dataset, require_same
+    from gss.evaluate import evaluate
+    from gss.loading import load
+
+    wanted: list[int | None] = [*_whole_numbers(lengths)]
+    loaded = load(run, step=step, device=_device(device))
+    dataset = open_dataset(data, split)
+    require_same(dataset.tokenizer(), loaded.tokenizer.hash, f"the run {run}")
+    with share_bar("scoring") as show:
+        result = evaluate(
+            loaded.model,
+            dataset,
+            wanted + [None] * carry_state,
+            max_tokens=max_tokens,
+            piece=piece,
+            batch_tokens=batch_tokens,
+            precision=precision,
+            report=lambda done, total: show("scoring", done / total),
+        )
+    rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
+    if csv_file:
+        with csv_file.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [name for name in rows[0] if name != "by_position"], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    if as_json:
+        facts = {"run": str(run), "step": loaded.step, "data": dataset.hash, "split": split}
+        print(json.dumps({**facts, "documents": result.documents, "rows": rows}, indent=2))
+    else:
+        Console().print(length_table({f"step {loaded.step:,}": result}, f"{run} on {split}"))
+
+
+def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
+    """Perplexity by length, a row a model, with what else tells models apart."""
+    from rich.table import Table
+
+    first = next(iter(results.values()))
+    table = Table(title=f"{title}: {first.tokens:,} tokens of {first.documents} documents")
+    table.add_column("perplexity at")
+    for row in first.rows:
+        table.add_column("whole documents" if row.length is None else f"{row.length:,}", justify="right")
+    for column in ("± loss", "words", "bits a byte"):
+        table.add_column(column, justify="right")
+    for name, result in results.items():
+        last = result.rows[-1]
+        scores = [f"{row.perplexity:.3f}" for row in result.rows]
+        table.add_row(
+            name, *scores, f"{last.standard_error:.3f}", f"{last.word_perplexity:,.1f}", f"{last.bits_per_byte:.3f}"
+        )
+    table.caption = (
+        "± is the standard error of the loss over documents; words: perplexity a word. Last columns: longest."
+    )
+    return table
+
+
+def generate_command(
+    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    prompt: Annotated[
+        str, typer.Option(help="What to go on from; - reads standard input. Empty: a new document.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Most tokens to produce.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 samples as the model says.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Over 1: what has occurred becomes less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Texts to produce, from consecutive seeds.")] = 1,
+    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Write text that goes on from a prompt, as it is produced."""
+    from rich.console import Console
+
+    from gss.generate import Sampling, stream_text
+    from gss.loading import load
+
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    text = _standard_input() if prompt == "-" else prompt
+    model, tokenizer, _ = load(run, step=step, device=_device(device))
+    for number in range(samples):
+        print(text, end="", flush=True)
+        started, produced = time.perf_counter(), 0
+        pieces = stream_text(
+            model, tokenizer, text, max_tokens=tokens, sampling=sampling, seed=seed + number, stop=stop or ()
+        )
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            produced += len(tokenizer.encode(piece))
+        print()
+        speed = produced / (time.perf_counter() - started)
+        Console(stderr=True, highlight=False).print(f"[dim]about {speed:,.0f} tokens/s, prompt included[/]")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+
+
+def _whole_numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is not a list of lengths: write whole numbers with commas, for example 512,4096")
+    return [int(part) for part in parts]
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here: use --device cpu")
+    return name

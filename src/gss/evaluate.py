@@ -1,0 +1,260 @@
+"""Teacher-forced perplexity by sequence length.
+
+The paper's protocol: documents are cut into windows of a length, each read from a fresh start; or, with no length,
+every document is one window, its state carried from end to end. For every length the same target tokens count, each
+exactly once, so that columns of a table compare like with like. A window longer than a piece is read in pieces with
+the state carried inside it, which is exact, so memory is bounded by the piece and not by the length.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gss.data import Dataset
+from gss.model import LanguageModel
+
+PAPER_LENGTHS = (512, 4096, 16_384, 65_536)
+# Rows of logits held at a time.
+_LOGIT_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Window:
+    """Targets start … stop − 1 of a document, read from a fresh start."""
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss of the targets at positions start … stop − 1 of their windows."""
+
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class LengthResult:
+    """What a model scores at one length."""
+
+    length: int | None
+    """None: whole documents, the state carried."""
+    tokens: int
+    loss: float
+    """Nats a token."""
+    standard_error: float
+    """Of the loss, documents being the independent draws; NaN for a single document."""
+    word_perplexity: float
+    """exp(all nats / all words), comparable between vocabularies."""
+    bits_per_byte: float
+    by_position: tuple[PositionLoss, ...] = field(repr=False)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, 700.0))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A row a length, over the same targets."""
+
+    rows: tuple[LengthResult, ...]
+    documents: int
+    tokens: int
+    split: str
+
+
+def windows(document_lengths: Sequence[int], length: int | None) -> list[Window]:
+    """Every document's targets cut into windows of at most `length` (None: one window a document)."""
+    cut = []
+    for document, total in enumerate(document_lengths):
+        size = length or total
+        cut += [Window(document, start, min(start + size, total)) for start in range(0, total, size)]
+    return cut
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    dataset: Dataset,
+    lengths: Sequence[int | None] = PAPER_LENGTHS,
+    *,
+    max_tokens: int | None = None,
+    piece: int = 4096,
+    batch_tokens: int = 16_384,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Score a split at each length (None: whole documents with the state carried).
+
+    max_tokens      score the first documents up to this many targets, the last of them cut; None: all
+    piece           tokens read at a time; more is faster and takes more memory
+    batch_tokens    tokens read side by side, when windows are short enough to have several
+    precision       "fp32" or "bf16" (autocast)
+    report          called with the targets scored so far and in all
+    """
+    counts = _selected(dataset, max_tokens)
+    _check(lengths, counts, piece, batch_tokens, precision)
+    device = torch.device(device or model.embedding.weight.device)
+    training = model.training
+    model.eval()
+    try:
+        done, total = 0, len(lengths) * sum(counts)
+        rows = []
+        for length in lengths:
+            tally = _Tally(len(counts), length or max(counts))
+            for batch in _batches(windows(counts, length), piece, batch_tokens):
+                with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
+                    for first, losses, mask in _scores(model, dataset, batch, piece, device):
+                        tally.add(batch, first, losses, mask)
+                done += sum(window.stop - window.start for window in batch)
+                report(done, total)
+            rows.append(tally.result(length, counts, dataset))
+    finally:
+        model.train(training)
+    return Evaluation(tuple(rows), len(counts), sum(counts), dataset.split)
+
+
+def _selected(dataset: Dataset, max_tokens: int | None) -> list[int]:
+    """How many targets of each document count; documents beyond the limit are left out."""
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    left = int(dataset.lengths.sum()) if max_tokens is None else max_tokens
+    counts = []
+    for length in dataset.lengths.tolist():
+        if not left:
+            break
+        counts.append(min(length, left))
+        left -= counts[-1]
+    return counts
+
+
+def _check(lengths: Sequence[int | None], counts: list[int], piece: int, batch_tokens: int, precision: str) -> None:
+    if not lengths:
+        raise ValueError("no lengths to evaluate at: give at least one, for example 512")
+    for length in lengths:
+        if length is not None and length < 1:
+            raise ValueError(f"a length must be at least 1, not {length}")
+        if length is not None and length > max(counts):
+            raise ValueError(
+                f"no document is as long as {length:,} tokens (the longest has {max(counts):,} to score): "
+                "give shorter lengths or longer documents"
+            )
+    if min(piece, batch_tokens) < 1:
+        raise ValueError("piece and batch_tokens must be at least 1")
+    if precision not in ("fp32", "bf16"):
+        raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
+
+
+def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[Window]]:
+    """Windows side by side, longest first, so that little of a batch is padding."""
+    ordered = sorted(cut, key=lambda window: window.start - window.stop)
+    first = 0
+    while first < len(ordered):
+        longest = ordered[first].stop - ordered[first].start
+        rows = max(1, batch_tokens // min(piece, longest))
+        yield ordered[first : first + rows]
+        first += rows
+
+
+def _scores(
+    model: LanguageModel, dataset: Dataset, batch: list[Window], piece: int, device: torch.device
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each piece: its first position in the windows, the losses [B, L] of its targets and which of them count."""
+    longest = max(window.stop - window.start for window in batch)
+    state = None
+    for first in range(0, longest, piece):
+        length = min(piece, longest - first)
+        stream = np.full((len(batch), length + 1), dataset.eos_id, dtype=np.int64)
+        mask = np.zeros((len(batch), length), dtype=bool)
+        for row, window in enumerate(batch):
+            begin = window.start + first
+            count = min(length, window.stop - begin)
+            if count < 1:  # this row's window has ended
+                continue
+            document = int(dataset.starts[window.document])
+            before = 1 if begin else 0  # the document's first target follows the end-of-document id
+            wanted = dataset.tokens[document + begin - before : document + begin + count]
+            stream[row, 1 - before : 1 + count] = wanted
+            mask[row, :count] = True
+        tokens = torch.from_numpy(stream).to(device)
+        hidden, state = model.hidden(tokens[:, :-1], state, keep_state=first + length < longest)
+        yield first, _token_losses(model, hidden, tokens[:, 1:]), torch.from_numpy(mask)
+
+
+def _token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """−log p of every target, [B, L] float64 on the CPU, a few rows of logits at a time."""
+    rows = max(1, _LOGIT_ELEMENTS // model.config.vocab_size)
+    parts = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+    losses = [_cross_entropy(model.logits(part), target) for part, target in parts]
+    return torch.cat(losses).view(targets.shape).double().cpu()
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+
+
+class _Tally:
+    """Sums of losses by document and by position; positions in bins that double: 0, 1, 2–3, 4–7, …"""
+
+    def __init__(self, documents: int, longest: int) -> None:
+        self.by_document = torch.zeros(documents, dtype=torch.float64)
+        bins = longest.bit_length() + 1
+        self.position_sums = torch.zeros(bins, dtype=torch.float64)
+        self.position_counts = torch.zeros(bins, dtype=torch.int64)
+
+    def add(self, batch: list[Window], first: int, losses: Tensor, mask: Tensor) -> None:
+        losses = torch.where(mask, losses, 0.0)
+        document = torch.tensor([window.document for window in batch])
+        self.by_document.index_add_(0, document, losses.sum(1))
+        position = torch.arange(first, first + losses.shape[1])
+        bins = torch.ceil(torch.log2(position.double() + 1)).long()
+        self.position_sums.index_add_(0, bins, losses.sum(0))
+        self.position_counts.index_add_(0, bins, mask.sum(0))
+
+    def result(self, length: int | None, counts: list[int], dataset: Dataset) -> LengthResult:
+        tokens = sum(counts)
+        nats = self.by_document.sum().item()
+        if not math.isfinite(nats):
+            raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
+        # A document that was cut counts with its share of its words and bytes.
+        share = np.array(counts) / dataset.lengths[: len(counts)]
+        words = float((share * dataset.document_words[: len(counts)]).sum())
+        size = float((share * dataset.document_bytes[: len(counts)]).sum())
+        return LengthResult(
+            length=length,
+            tokens=tokens,
+            loss=nats / tokens,
+            standard_error=_standard_error(self.by_document.numpy(), np.array(counts)),
+            word_perplexity=math.exp(min(nats / words, 700.0)) if words else math.nan,
+            bits_per_byte=nats / math.log(2) / size if size else math.nan,
+            by_position=tuple(self._positions()),
+        )
+
+    def _positions(self) -> Iterator[PositionLoss]:
+        for index, count in enumerate(self.position_counts.tolist()):
+            if count:
+                start = 1 << (index - 1) if index else 0
+                yield PositionLoss(start, max(1, 2 * start), count, self.position_sums[index].item() / count)
+
+
+def _standard_error(nats: Any, counts: Any) -> float:
+    """Of the ratio Σ nats / Σ tokens, by the spread of documents around it."""
+    if len(counts) < 2:
+        return math.nan
+    residual = nats - counts * (nats.sum() / counts.sum())
+    spread = math.sqrt(float((residual**2).sum()) * len(counts) / (len(counts) - 1))
+    return spread / float(counts.sum())

@@ -1,0 +1,187 @@
+"""Text from a model: the prompt is read in parallel, then tokens come one at a time, each at the same cost.
+
+Greedy or sampled: temperature, top-k, top-p, min-p, a repetition penalty, stop strings, a seed. Knows models,
+tokenizers and states; nothing of terminals or servers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gss.data import Tokenizer
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. The defaults sample from the model as it is."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Keep this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Keep the fewest likeliest tokens whose probabilities reach this sum."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Over 1: tokens that have occurred become less likely (positive logits divided by it, negative multiplied)."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be over 0 and at most 1, not {value}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be over 0, not {self.repetition_penalty}")
+
+
+def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, generator: torch.Generator) -> Tensor:
+    """The next token of each row, [B], from logits [B, V] on the CPU; `seen` [B, V] marks tokens that have occurred."""
+    if not torch.isfinite(logits).all():
+        raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
+    logits = logits.double()
+    if seen is not None and sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.min_p is not None:
+        probability = logits.softmax(-1)
+        floor = sampling.min_p * probability.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probability < floor, -torch.inf)
+    if sampling.top_p is not None:
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+@torch.no_grad()
+def read(
+    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int = 4096
+) -> tuple[Tensor, ModelState]:
+    """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there."""
+    if tokens.numel() == 0:
+        raise ValueError("there is nothing to read: give at least one token")
+    hidden = None
+    for part in tokens.split(piece, dim=1):
+        hidden, state = model.hidden(part, state)
+    assert hidden is not None
+    assert state is not None
+    return model.logits(hidden[:, -1]), state
+
+
+@torch.no_grad()
+def stream(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    eos_id: int | None = None,
+    state: ModelState | None = None,
+) -> Iterator[int]:
+    """Token ids that go on from a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    sampling = sampling or Sampling()
+    generator = torch.Generator().manual_seed(seed)
+    device = model.embedding.weight.device
+    logits, state = read(model, torch.as_tensor([list(prompt)], dtype=torch.int64, device=device), state)
+    seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
+    seen[0, list(prompt)] = True
+    for produced in range(1, max_tokens + 1):
+        token = choose(logits.cpu(), sampling, seen, generator)
+        if token.item() == eos_id:
+            return
+        yield int(token.item())
+        seen[0, token] = True
+        if produced < max_tokens:
+            logits, state = read(model, token.to(device).unsqueeze(0), state)
+
+
+def stream_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 200,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+) -> Iterator[str]:
+    """The continuation of a prompt, piece by piece, each whole characters; ends before any of the `stop` strings.
+
+    The model reads the end-of-document id first, as it does at a document's start in training.
+    """
+    if "" in stop:
+        raise ValueError("a stop string is empty: it would end every text at once")
+    ids = [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
+    tokens = stream(model, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, eos_id=tokenizer.eos_id)
+    return _until(stop, _decoded(tokenizer, ids[1:], tokens))
+
+
+def _decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text that each token adds, as soon as it is whole characters.
+
+    Ids may mean less alone (a piece's leading space, half a character), so each is decoded after a few before it:
+    `ids` holds the last text already given out, up to `settled`, and what has come since.
+    """
+    ids = prompt[-8:]
+    settled = len(ids)
+    for token in tokens:
+        ids.append(token)
+        before, text = tokenizer.decode(ids[:settled]), tokenizer.decode(ids)
+        whole = len(text) > len(before) and not text.endswith("\ufffd")
+        if whole or len(ids) - settled > 16:  # bytes that never become a character are shown as they are
+            yield text[len(before) :]
+            ids = ids[settled:]
+            settled = len(ids)
+    rest = tokenizer.decode(ids)[len(tokenizer.decode(ids[:settled])) :]
+    if rest:
+        yield rest
+
+
+def _until(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces up to the first stop string; a piece that may be the beginning of one is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [held.index(mark) for mark in stop if mark in held]
+        if ends:
+            yield held[: min(ends)]
+            return
+        hold = max((size for mark in stop for size in range(1, len(mark)) if held.endswith(mark[:size])), default=0)
+        if len(held) > hold:
+            yield held[: len(held) - hold]
+            held = held[len(held) - hold :]
+    if held:
+        yield held
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_tokens: int = 200,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+) -> str:
+    """The continuation of a prompt as one text; see `stream_text`."""
+    pieces = stream_text(model, tokenizer, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop)
+    return "".join(pieces)

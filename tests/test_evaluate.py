@@ -1,0 +1,134 @@
+"""Perplexity by length: window arithmetic on integers, and scores against a plain loop."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gss
+from gss.data import Dataset, dataset_from_arrays
+from gss.evaluate import evaluate, windows
+from tests.comparing import relative_error
+from tests.conftest import FAMILIES, small_config
+
+EOS = 60
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.one_of(st.none(), st.integers(1, 60)))
+def test_each_target_once(lengths: list[int], length: int | None) -> None:
+    covered = [(w.document, i) for w in windows(lengths, length) for i in range(w.start, w.stop)]
+    assert sorted(covered) == [(document, i) for document, total in enumerate(lengths) for i in range(total)]
+    assert len(covered) == len(set(covered))
+    assert all(w.stop - w.start <= (length or 50) for w in windows(lengths, length))
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(0, EOS, (n,), generator=generator).tolist() for n in (90, 33, 1, 64)]
+    return dataset_from_arrays(documents, vocab_size=61, eos_id=EOS)
+
+
+def plain_losses(model: gss.LanguageModel, dataset: Dataset, length: int | None) -> list[list[float]]:
+    """The losses of every document's targets, window by window, from whole forwards."""
+    result = []
+    for document in dataset.documents():
+        ids, losses = document.tokens.tolist(), []
+        size = length or len(ids)
+        for start in range(0, len(ids), size):
+            targets = ids[start : start + size]
+            inputs = [ids[start - 1] if start else EOS, *targets[:-1]]
+            logits = model(torch.tensor([inputs]))[0][0]
+            losses += F.cross_entropy(logits, torch.tensor(targets), reduction="none").tolist()
+        result.append(losses)
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 7, 32, 65, None])
+def test_agrees_with_a_plain_loop(family: str, length: int | None, dataset: Dataset) -> None:
+    model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
+    expected = plain_losses(model, dataset, length)
+    for piece, batch_tokens in ((4096, 1), (9, 40)):  # whole windows one by one; pieces of several side by side
+        row = evaluate(model, dataset, [length], piece=piece, batch_tokens=batch_tokens).rows[0]
+        total = sum(map(sum, expected))
+        assert row.tokens == 192
+        assert row.perplexity == pytest.approx(math.exp(total / 192), rel=1e-6)
+        by_position = sum(part.loss * part.tokens for part in row.by_position)
+        assert by_position == pytest.approx(total, rel=1e-9)
+        assert sum(part.tokens for part in row.by_position) == 192
+
+
+def test_positions_words_bytes_and_errors(dataset: Dataset) -> None:
+    dataset.document_words = np.array([10, 5, 1, 4])
+    dataset.document_bytes = np.array([400, 150, 1, 200])
+    model = gss.build_model(small_config("gss")).double()
+    row = evaluate(model, dataset, [None]).rows[0]
+    losses = plain_losses(model, dataset, None)
+    nats = [sum(document) for document in losses]
+    assert row.word_perplexity == pytest.approx(math.exp(sum(nats) / 20))
+    assert row.bits_per_byte == pytest.approx(sum(nats) / math.log(2) / 751)
+    second = next(part for part in row.by_position if part.start == 2)
+    wanted = [loss for document in losses for loss in document[2:4]]
+    assert (second.stop, second.tokens) == (4, len(wanted))
+    assert second.loss == pytest.approx(sum(wanted) / len(wanted))
+    counts = [len(document) for document in losses]
+    mean = sum(nats) / sum(counts)
+    residuals = [n - c * mean for n, c in zip(nats, counts, strict=True)]
+    assert row.standard_error == pytest.approx(math.sqrt(4 / 3 * sum(r * r for r in residuals)) / sum(counts))
+
+
+def test_a_limit_cuts_the_same_targets_for_every_length(dataset: Dataset) -> None:
+    model = gss.build_model(small_config("gss")).double()
+    result = evaluate(model, dataset, [8, 32, None], max_tokens=100)
+    assert [row.tokens for row in result.rows] == [100, 100, 100]
+    assert result.documents == 2
+    expected = plain_losses(model, dataset, 8)
+    assert result.rows[0].loss * 100 == pytest.approx(sum(expected[0]) + sum(expected[1][:9]))  # 91 with its eos
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_carried_documents_equal_whole_forwards_in_float32(family: str) -> None:
+    tokens = torch.randint(0, EOS, (1500,))
+    dataset = dataset_from_arrays([tokens.tolist()], vocab_size=61, eos_id=EOS)
+    model = gss.build_model(small_config(family))
+    loss = evaluate(model, dataset, [None], piece=97).rows[0].loss
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor([EOS]), tokens])[None])[0][0]
+    expected = F.cross_entropy(logits, torch.cat([tokens, torch.tensor([EOS])]))
+    assert relative_error(torch.tensor(loss), expected) < 1e-4
+
+
+def test_leaves_the_model_as_it_was(dataset: Dataset) -> None:
+    model = gss.build_model(small_config("gss")).train()
+    seen = []
+    evaluate(model, dataset, [16], report=lambda done, total: seen.append((done, total)))
+    assert model.training
+    assert seen[-1] == (192, 192)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [92]}, "no document is as long as 92 tokens"),
+        ({"lengths": [0]}, "at least 1"),
+        ({"lengths": []}, "no lengths"),
+        ({"lengths": [8], "max_tokens": 0}, "max_tokens"),
+        ({"lengths": [8], "piece": 0}, "piece"),
+        ({"lengths": [8], "precision": "fp8"}, "fp32 or bf16"),
+    ],
+)
+def test_bad_input(arguments: dict, message: str, dataset: Dataset) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(gss.build_model(small_config("gss")), dataset, **arguments)
+
+
+def test_broken_weights(dataset: Dataset) -> None:
+    model = gss.build_model(small_config("gss"))
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        evaluate(model, dataset, [8])

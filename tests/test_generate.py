@@ -1,0 +1,127 @@
+"""Generation: greedy equals teacher forcing, sampling does what its options say, text comes in whole characters."""
+
+import pytest
+import torch
+
+import gss
+from gss.data import load_tokenizer
+from gss.generate import Sampling, _decoded, _until, choose, generate, read, stream
+from tests.conftest import FAMILIES, small_config
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_the_argmax_of_teacher_forcing(family: str) -> None:
+    model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {}))
+    prompt = torch.randint(0, 61, (23,)).tolist()
+    produced = list(stream(model, prompt, max_tokens=30, sampling=GREEDY))
+    logits = model(torch.tensor([prompt + produced]))[0][0]
+    assert produced == logits[22:-1].argmax(-1).tolist()
+
+
+def test_reading_in_pieces_is_reading_whole() -> None:
+    model = gss.build_model(small_config("gss-hybrid")).double()
+    tokens = torch.randint(0, 61, (2, 50))
+    pieces, whole = read(model, tokens, piece=7)[0], model(tokens)[0][:, -1]
+    assert torch.allclose(pieces, whole, atol=1e-12)
+
+
+def test_goes_on_from_a_state() -> None:
+    model = gss.build_model(small_config("gss"))
+    context, question = torch.randint(0, 61, (40,)).tolist(), [5, 6]
+    _, state = read(model, torch.tensor([context]))
+    after = list(stream(model, question, max_tokens=10, sampling=GREEDY, state=state))
+    assert after == list(stream(model, context + question, max_tokens=10, sampling=GREEDY))
+
+
+def test_seeds_and_the_end_of_a_document() -> None:
+    model = gss.build_model(small_config("gss"))
+    one, same, other = (list(stream(model, [1], max_tokens=40, seed=seed)) for seed in (1, 1, 2))
+    assert one == same != other
+    eos = one[10]
+    assert list(stream(model, [1], max_tokens=40, seed=1, eos_id=eos)) == one[: one.index(eos)]
+
+
+def drawn(sampling: Sampling, logits: list[float], seen: list[int] | None = None) -> set[int]:
+    rows = torch.tensor([logits]).expand(2000, -1)
+    marks = None
+    if seen is not None:
+        marks = torch.zeros_like(rows, dtype=torch.bool)
+        marks[:, seen] = True
+    return set(choose(rows, sampling, marks, torch.Generator().manual_seed(0)).tolist())
+
+
+def test_sampling_options() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert drawn(Sampling(), logits) == {0, 1, 2, 3}
+    assert drawn(GREEDY, logits) == {0}
+    assert drawn(Sampling(top_k=2), logits) == {0, 1}
+    assert drawn(Sampling(top_p=0.79), logits) == {0, 1}
+    assert drawn(Sampling(top_p=0.81), logits) == {0, 1, 2}
+    assert drawn(Sampling(min_p=0.25), logits) == {0, 1, 2}
+    assert drawn(Sampling(temperature=0.01), logits) == {0}
+    assert drawn(Sampling(temperature=0, repetition_penalty=2.0), logits, seen=[0]) == {1}
+    assert drawn(Sampling(temperature=0, repetition_penalty=2.0), [3.0, 2.0, 1.0], seen=[0, 1]) == {0}
+
+
+def test_temperature_one_draws_as_the_model_says() -> None:
+    probability = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws = choose(probability.log().expand(20_000, -1), Sampling(), None, torch.Generator().manual_seed(0))
+    assert torch.allclose(torch.bincount(draws) / 20_000, probability, atol=0.015)
+
+
+def test_text_comes_in_whole_characters() -> None:
+    tokenizer = load_tokenizer("bytes")
+    text = "naïve — 🙂!"
+    pieces = list(_decoded(tokenizer, [], iter(tokenizer.encode(text).tolist())))
+    assert "".join(pieces) == text
+    assert pieces == list(text)
+    broken = [0xF0, 0x9F, *b"ab"]
+    assert "".join(_decoded(tokenizer, [], iter(broken))) == tokenizer.decode(broken)
+
+
+def test_stop_strings() -> None:
+    assert "".join(_until(["END"], iter(["ab", "E", "N", "x", "EN", "D", "more"]))) == "abENx"
+    assert "".join(_until(["END", "b"], iter(["ab", "END"]))) == "a"
+    assert "".join(_until(["END"], iter(["abEN"]))) == "abEN"
+    assert list(_until([], iter(["a", "b"]))) == ["a", "b"]
+
+
+def test_generate() -> None:
+    model, tokenizer = gss.build_model(small_config("gss", vocab_size=257)), load_tokenizer("bytes")
+    text = generate(model, tokenizer, "def", max_tokens=20, seed=3)
+    assert text == generate(model, tokenizer, "def", max_tokens=20, seed=3)
+    assert generate(model, tokenizer, "", max_tokens=5, seed=1)
+    letter = text[5]
+    assert generate(model, tokenizer, "def", max_tokens=20, seed=3, stop=[letter]) == text[: text.index(letter)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+    ],
+)
+def test_bad_sampling(options: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def test_bad_input() -> None:
+    model, tokenizer = gss.build_model(small_config("gss", vocab_size=257)), load_tokenizer("bytes")
+    with pytest.raises(ValueError, match="max_tokens"):
+        generate(model, tokenizer, "a", max_tokens=0)
+    with pytest.raises(ValueError, match="stop string is empty"):
+        generate(model, tokenizer, "a", stop=[""])
+    with pytest.raises(ValueError, match="nothing to read"):
+        list(stream(model, [], max_tokens=3))
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        generate(model, tokenizer, "a")
