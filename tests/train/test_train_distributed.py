@@ -18,6 +18,7 @@ from gss.nn.state_space import DiagonalStateSpace
 from gss.train import checkpoint, snapshot
 from gss.train.config import TrainConfig
 from gss.train.distributed import World
+from gss.train.folder import read_metrics
 from gss.train.loop import BATCHINGS
 from gss.train.step import Stepper
 
@@ -145,7 +146,9 @@ def test_state_space_parameters_stay_fp32_and_real_under_fsdp2(found: tuple[Path
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) -> None:
     """Two processes from the command line, evaluation and sample included; then gone on with by one."""
-    settings = [f"--set={setting}" for setting in assignments(parallel=parallel, model__attention__chunk=16)]
+    reports = {"report__evaluate_every": 6, "report__sample_every": 6, "report__sample_tokens": 5}
+    small = assignments(parallel=parallel, model__attention__chunk=16, **reports)
+    settings = [f"--set={setting}" for setting in small]
     arguments = ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", tmp_path / "run", *settings]
     process = command(*arguments, processes=2)
     output, errors = process.communicate(timeout=120)
@@ -153,6 +156,9 @@ def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) 
     assert output.count("step 12/12") == 1
     two = losses(tmp_path / "run")
     assert len(two) == 12
+    looks = _evaluations(tmp_path / "run")
+    assert looks.keys() == {6, 12}
+    samples = [(tmp_path / "run" / "samples" / f"step-{step:08d}.txt").read_bytes() for step in (6, 12)]
     for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[1:]:
         os.rename(path, tmp_path / path.name)
     process = command(*arguments)
@@ -162,3 +168,9 @@ def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) 
     one = losses(tmp_path / "run")
     assert one[:4] == two[:4]
     assert one == pytest.approx(two, abs=1e-5)
+    assert _evaluations(tmp_path / "run") == pytest.approx(looks, abs=1e-5)
+    assert samples == [(tmp_path / "run" / "samples" / f"step-{step:08d}.txt").read_bytes() for step in (6, 12)]
+
+
+def _evaluations(out: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "evaluation"}

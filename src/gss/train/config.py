@@ -77,7 +77,7 @@ class ReportConfig:
     evaluate_every: int = 1000
     """Steps between evaluations on the validation split; 0 for none."""
     evaluate_lengths: tuple[int, ...] = ()
-    """Lengths to evaluate at. Empty: the training length."""
+    """Lengths to evaluate at, cut to the longest document. Empty: the training length."""
     evaluate_tokens: int = 1 << 18
     """Most validation tokens an evaluation scores."""
     sample_every: int = 1000

@@ -105,6 +105,7 @@ class _Run:
                 f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
             )
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
+        self.validation = probe.open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         torch.manual_seed(config.seed)
         self.stepper = Stepper(build_model(config.model), config, world)
@@ -203,6 +204,8 @@ class _Run:
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
             f"epoch; run folder {self.folder.path}"
         )
+        if config.report.evaluate_every and self.validation is None:
+            self.progress.note(f"the data has no split {probe.VALIDATION!r}: nothing will be evaluated on the way")
         if self.step:
             self.progress.note(f"going on from step {self.step:,} of {config.steps:,}")
 
@@ -249,9 +252,10 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Every process evaluates the same (under FSDP2 each holds a part of the model); the leader writes."""
-        losses = probe.evaluate(self.stepper.model, self.dataset, self.config, self.world.device)
-        if losses is None:
+        if self.validation is None:
             return
+        precision = "bf16" if self.stepper.autocast else "fp32"
+        losses = probe.validation_losses(self.stepper.model, self.validation, self.config, self.world.device, precision)
         reshard(self.stepper.model)
         for length, loss in losses.items():
             self._write([{"kind": "evaluation", "step": self.step, "length": length, "loss": loss}])

@@ -1,36 +1,50 @@
 """Looks at a model in training: its loss on the validation split, and a sample of its text.
 
-The only place where training meets `gss.evaluate` and `gss.generate`.
+The only place where training meets `gss.evaluate` and `gss.generate`. Under FSDP2 every process must call these
+alike: each holds a part of the model.
 """
 
+import numpy as np
 import torch
 
 from gss.data import Dataset, open_dataset
+from gss.evaluate import evaluate
+from gss.generate import Sampling, generate
 from gss.model import LanguageModel
 from gss.train.config import TrainConfig
 
 VALIDATION = "valid"
+_SAMPLING = Sampling(temperature=0.8)
 
 
-def evaluate(
-    model: LanguageModel, training: Dataset, config: TrainConfig, device: torch.device
-) -> dict[int, float] | None:
-    """The mean loss a token at each length; None when the data has no validation split."""
-    from gss.evaluate import evaluate
-
+def open_validation(training: Dataset) -> Dataset | None:
+    """The validation split beside a training split, if there is one."""
     if training.folder is None or training.manifest is None or VALIDATION not in training.manifest.splits:
         return None
-    lengths = config.report.evaluate_lengths or (config.length,)
-    dataset = open_dataset(training.folder, VALIDATION, verify=False)
-    result = evaluate(model, dataset, lengths=lengths, max_tokens=config.report.evaluate_tokens, device=device)
-    return {row.length: row.loss for row in result.rows}
+    return open_dataset(training.folder, VALIDATION, verify=False)
+
+
+def validation_losses(
+    model: LanguageModel, validation: Dataset, config: TrainConfig, device: torch.device, precision: str
+) -> dict[int, float]:
+    """Nats a token at each of the config's lengths; a length that no document reaches is cut to the longest."""
+    report = config.report
+    before = np.cumsum(validation.lengths) - validation.lengths
+    longest = int(np.clip(report.evaluate_tokens - before, 0, validation.lengths).max())
+    lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
+    result = evaluate(model, validation, lengths, max_tokens=report.evaluate_tokens, device=device, precision=precision)
+    return {row.length: row.loss for row in result.rows if row.length is not None}
 
 
 def sample(model: LanguageModel, training: Dataset, config: TrainConfig) -> str:
-    """A text that goes on from the prompt."""
-    from gss.generate import generate
-
+    """The prompt and a text that goes on from it."""
     report = config.report
-    return generate(
-        model, training.tokenizer(), report.sample_prompt, max_tokens=report.sample_tokens, seed=config.seed
+    text = generate(
+        model,
+        training.tokenizer(),
+        report.sample_prompt,
+        max_tokens=report.sample_tokens,
+        sampling=_SAMPLING,
+        seed=config.seed,
     )
+    return report.sample_prompt + text

@@ -1,0 +1,88 @@
+"""`gss quickstart`: the whole way once, on this machine's own Python library, in a few minutes on a CPU."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gss.data import Dataset
+    from gss.evaluate import Evaluation
+
+PRESETS = ("gss-hybrid-tiny", "gss-tiny")
+LENGTHS = (512, 4096, 16_384)
+SCORED = 200_000
+PROMPT = "def "
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the app."""
+    app.command("quickstart")(quickstart_command)
+
+
+def quickstart_command(
+    config: Annotated[Path, typer.Option(help="Settings of the two runs.")] = Path("configs/tiny.toml"),
+    data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
+    runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
+) -> None:
+    """Prepare the Python standard library, train a small GSS-Hybrid and a small GSS, evaluate and sample.
+
+    What is there already is gone on with. Each part is one command of its own; they are shown on the way.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from gss.cli.use import length_table
+    from gss.data import load_tokenizer, open_dataset, prepare
+    from gss.evaluate import evaluate
+    from gss.generate import Sampling, generate
+    from gss.loading import load
+    from gss.train import resolve, train
+
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(command: str) -> None:
+        console.print(f"\n[bold]$ {escape(command)}[/]")
+
+    show(f"gss prepare stdlib --out {data} --tokenizer bytes")
+    prepare(["stdlib"], data, load_tokenizer("bytes"))
+    held_out = open_dataset(data, "valid")
+    folders = {name: runs / name for name in PRESETS}
+    for name, folder in folders.items():
+        show(f"gss train --config {config} --preset {name} --data {data} --out {folder}")
+        result = train(resolve(name, config, set_ or (), held_out.vocab_size), data, folder)
+        if result.signal is not None:
+            raise typer.Exit(128 + result.signal)
+    lengths = [length for length in LENGTHS if length <= held_out.lengths.max()]
+    results = {"unigrams": _unigrams(held_out, lengths)}
+    for name, folder in folders.items():
+        show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
+        results[name] = evaluate(load(folder).model, held_out, lengths, max_tokens=SCORED)
+    console.print(length_table(results, "Python it has not seen"), soft_wrap=False)
+    model, tokenizer, _ = load(folders[PRESETS[0]])
+    show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.5")
+    text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.5))
+    console.print(escape(PROMPT + text))
+    console.print(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}")
+
+
+def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
+    """What the best guesser that knows only how often each byte occurs would score: the same at every length."""
+    from gss.evaluate import Evaluation, LengthResult
+
+    tokens, nats = len(dataset.tokens), dataset.unigram_entropy * len(dataset.tokens)
+    rows = [
+        LengthResult(
+            length=length,
+            tokens=tokens,
+            loss=dataset.unigram_entropy,
+            standard_error=math.nan,
+            word_perplexity=math.exp(min(nats / int(dataset.document_words.sum()), 700.0)),
+            bits_per_byte=nats / math.log(2) / int(dataset.document_bytes.sum()),
+            by_position=(),
+        )
+        for length in lengths
+    ]
+    return Evaluation(tuple(rows), len(dataset), min(tokens, SCORED), dataset.split)
