@@ -60,6 +60,7 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
+    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def forward(
         self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor | None]:
