@@ -10,8 +10,7 @@ READY  := $(VENV)/.ready
 .PHONY: run test check soak lock clean
 
 run: $(READY)
-	$(BIN)/gss selfcheck
-	$(BIN)/gss presets
+	$(BIN)/gss quickstart
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not soak"

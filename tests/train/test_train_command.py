@@ -94,6 +94,23 @@ def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path)
     assert checkpoint.step_of(newest) == len(losses(out))
 
 
+def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) -> None:
+    """Elastic: one of two processes is killed, torchrun starts both anew, and they go on from the newest checkpoint."""
+    straight = run(small_config(steps=300), corpus, tmp_path / "straight")
+    out = tmp_path / "run"
+    arguments = _arguments(corpus, out, steps=300, checkpoint__every=5)
+    process = command(*arguments, processes=2, restarts=1)
+    while not (out / "checkpoints" / "step-00000010").exists() and process.poll() is None:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "going on from step" in output
+    assert losses(out) == pytest.approx(straight, abs=0.01)
+    assert losses(out)[:10] == pytest.approx(straight[:10], abs=1e-4)
+
+
 def test_errors_are_one_line(corpus: Path, tmp_path: Path) -> None:
     cases = [
         ["train", "--preset", "gss-tiny", "--data", tmp_path / "none", "--out", tmp_path / "run"],

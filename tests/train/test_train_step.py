@@ -72,6 +72,15 @@ def test_activation_checkpointing_changes_nothing(corpus: Path) -> None:
         assert _losses(small_config(batching=batching, activation_checkpointing=True), dataset, 4) == plain
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_change_nothing_but_rounding(corpus: Path, family: str) -> None:
+    dataset = open_dataset(corpus, "train")
+    for settings in ({}, {"activation_checkpointing": True}):
+        plain = _losses(small_config(family, **settings), dataset, 4)
+        assert _losses(small_config(family, compile=True, **settings), dataset, 4) == pytest.approx(plain, abs=1e-5)
+
+
 def _document_losses(stepper: Stepper, documents: Sequence[np.ndarray], eos: int) -> list[Tensor]:
     """The loss of every token of every document, each read alone and whole."""
     losses = []

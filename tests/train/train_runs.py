@@ -71,11 +71,12 @@ def final_files(out: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")}
 
 
-def command(*arguments: str | Path, processes: int = 1) -> subprocess.Popen[str]:
+def command(*arguments: str | Path, processes: int = 1, restarts: int = 0) -> subprocess.Popen[str]:
     """`gss …` as a process of its own, with one thread; under torchrun when there are several."""
     launcher = ["-m", "gss"]
     if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "gss"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        launcher += [f"--max-restarts={restarts}", "-m", "gss"]
     return subprocess.Popen(
         [sys.executable, *launcher, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 PRESETS = ("gss-hybrid-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
-SCORED = 200_000
 PROMPT = "def "
 
 
@@ -52,18 +51,21 @@ def quickstart_command(
     folders = {name: runs / name for name in PRESETS}
     for name, folder in folders.items():
         show(f"gss train --config {config} --preset {name} --data {data} --out {folder}")
-        result = train(resolve(name, config, set_ or (), held_out.vocab_size), data, folder)
-        if result.signal is not None:
-            raise typer.Exit(128 + result.signal)
+        done = train(resolve(name, config, set_ or (), held_out.vocab_size), data, folder)
+        if done.signal is not None:
+            raise typer.Exit(128 + done.signal)
     lengths = [length for length in LENGTHS if length <= held_out.lengths.max()]
     results = {"unigrams": _unigrams(held_out, lengths)}
     for name, folder in folders.items():
         show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
-        results[name] = evaluate(load(folder).model, held_out, lengths, max_tokens=SCORED)
-    console.print(length_table(results, "Python it has not seen"), soft_wrap=False)
+        results[name] = evaluate(load(folder).model, held_out, lengths)
+    table = length_table(results, "Python that they have not seen")
+    Console(width=max(console.width, 110), highlight=False).print(table)
+    for name, result in results.items():
+        console.print(f"{name}: {result.rows[-1].loss:.3f} nats a byte")
     model, tokenizer, _ = load(folders[PRESETS[0]])
-    show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.5")
-    text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.5))
+    show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
+    text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.7))
     console.print(escape(PROMPT + text))
     console.print(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}")
 
@@ -85,4 +87,4 @@ def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
         )
         for length in lengths
     ]
-    return Evaluation(tuple(rows), len(dataset), min(tokens, SCORED), dataset.split)
+    return Evaluation(tuple(rows), len(dataset), tokens, dataset.split)

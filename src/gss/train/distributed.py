@@ -78,7 +78,17 @@ def joined(device: str) -> Iterator[World]:
     if size == 1 or dist.is_initialized():
         yield World(chosen, rank, size)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    # After a restart on one machine torchrun hands out the same store, in which the dead processes' addresses still
+    # stand: each attempt gets a corner of its own. (On several, torchrun must be told not to share it: see the docs.)
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    store, _, _ = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=size,
+    )
     try:
         yield World(chosen, rank, size)
     finally:
@@ -124,9 +134,9 @@ def shard(model: LanguageModel, world: World) -> None:
         register_fsdp_forward_method(model, method)
 
 
-def replicate(module: nn.Module, world: World) -> nn.Module:
+def replicate(module: nn.Module) -> nn.Module:
     """A whole copy in every process, gradients averaged by DDP."""
-    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 def reshard(model: nn.Module) -> None:

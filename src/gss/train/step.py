@@ -73,7 +73,7 @@ class Stepper:
         if world.size > 1 and config.parallel == "fsdp2":
             shard(self.model, world)
         elif world.size > 1:
-            self._module = replicate(self._module, world)
+            self._module = replicate(self._module)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         precision = config.precision
         self.autocast = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
