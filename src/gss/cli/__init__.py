@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, models, quickstart, train, use
+from gss.cli import bench, data, exchange, models, quickstart, train, use
 
 app = typer.Typer(
     name="gss",
@@ -45,6 +45,7 @@ data.register(app)
 use.register(app)
 bench.register(app)
 train.register(app)
+exchange.register(app)
 quickstart.register(app)
 
 

@@ -1,0 +1,34 @@
+"""The models in `transformers`: configuration, model, recurrent cache, tokenizers, and folders both ways.
+
+Importing this package registers the classes with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, so that an
+exported folder loads there by its path alone; no code travels with a folder and none is ever loaded from one.
+
+>>> import gss.hf
+>>> model = transformers.AutoModelForCausalLM.from_pretrained("exported")
+"""
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("gss.hf needs transformers: pip install 'gss-lm[hf]'") from error
+
+from gss.hf.cache import StateCache
+from gss.hf.config import GSSConfig
+from gss.hf.exchange import export_run, import_folder
+from gss.hf.model import GSSForCausalLM
+from gss.hf.tokenizer import GSSSentencePieceTokenizer, convert_tokenizer
+
+__all__ = [
+    "GSSConfig",
+    "GSSForCausalLM",
+    "GSSSentencePieceTokenizer",
+    "StateCache",
+    "convert_tokenizer",
+    "export_run",
+    "import_folder",
+]
+
+transformers.AutoConfig.register(GSSConfig.model_type, GSSConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(GSSConfig, GSSForCausalLM, exist_ok=True)
+# The one class of ours; byte and tokenizer.json vocabularies are plain fast tokenizers, which their folders name.
+transformers.AutoTokenizer.register(GSSConfig, slow_tokenizer_class=GSSSentencePieceTokenizer, exist_ok=True)

@@ -1,0 +1,89 @@
+"""What `generate` carries from step to step: our immutable state, in the mutable box that `transformers` expects.
+
+Knows the protocol of `transformers.Cache` (lengths, reordering for beams, repeating for samples); what is inside a
+state is the model's.
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from gss.nn.state import ModelState
+
+
+class StateCache(Cache):
+    """A `ModelState` that follows a batch through `generate`.
+
+    States are values, so a cache is branched by making another: read a document once, then
+    `model.generate(question, past_key_values=StateCache(cache.state, cache.columns))` for each question.
+    """
+
+    def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.columns = columns
+        """Columns of input read so far, padding included: what the length of an attention mask is counted in."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns)"
+
+    def __len__(self) -> int:
+        return 0 if self.state is None else len(self.state.layers)
+
+    def replace(self, state: ModelState | None, columns: int) -> None:
+        """Take the state after some more columns."""
+        self.state = state
+        self.columns += columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns read."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no most."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.columns = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make each row go on from the row that its beam came from."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        if self.state is not None:
+            self.state = self.state.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times, one after the other."""
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a recurrent state holds no past to go back to."""
+        raise ValueError(
+            "a recurrent state cannot be taken back by some tokens: keep the cache from before them "
+            "(StateCache(cache.state, cache.columns)) and go on from that"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before anything was read."""
+        return -1 if self.state is None else self.state.batch
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was read."""
+        return self.state is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """No: what attention to everything keeps grows from step to step."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """No: see `crop`."""
+        return False

@@ -1,0 +1,69 @@
+"""The configuration as `transformers` knows it: a `ModelConfig` as plain data, and the ids of special tokens.
+
+Holds nothing that `ModelConfig` does not decide: every family is the same class with another mapping, and a field
+added there needs nothing here.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from gss.config import ModelConfig, from_mapping, override, to_mapping
+
+
+class GSSConfig(PreTrainedConfig):
+    """A model of any family.
+
+    >>> GSSConfig.of(gss.preset("gss-hybrid-tiny"), eos_token_id=256)
+    """
+
+    model_type = "gss"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    model: dict[str, Any] | None = None
+    """Fields of `gss.ModelConfig` by name, nested as there; what is not named has its default."""
+    bos_token_id: int | None = None
+    """First input of every document: the end-of-document id, which is what training puts there."""
+    eos_token_id: int | list[int] | None = None
+    """Ends a document, and a generation."""
+    pad_token_id: int | None = None
+    """Fills short rows; never read where the attention mask is 0."""
+    use_cache: bool = True
+    """Whether a forward outside training returns the state after it."""
+    loss_without_logits: bool = False
+    """In training, make the loss a few rows of logits at a time and return no logits: saves most of the memory when
+    the vocabulary is large. Off by default, as some callers read the logits."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Whole and in order, so that a saved config says everything about the model.
+        self.model = to_mapping(from_mapping(ModelConfig, self.model or {}))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, eos_token_id: int | None = None, **fields: Any) -> "GSSConfig":
+        """The configuration of one of our models; one id begins documents, ends them and pads."""
+        ids = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
+        return cls(model=to_mapping(config), **{**ids, **fields})
+
+    def model_config(self) -> ModelConfig:
+        """The configuration as the rest of this library knows it."""
+        return from_mapping(ModelConfig, self.model or {})
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.model_config().vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        self.model = to_mapping(override(self.model_config(), {"vocab_size": size}))
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.model_config().width
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers."""
+        return self.model_config().depth

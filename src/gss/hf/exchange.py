@@ -1,0 +1,115 @@
+"""A run folder as a folder of `transformers`, and back: the same weights to the bit, the same vocabulary.
+
+Either folder is written beside its place and renamed, so that it is there whole or not at all. Knows both layouts;
+what the weights and ids mean is the model's and the tokenizer's.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from gss.config import to_mapping
+from gss.hf.card import model_card
+from gss.hf.config import GSSConfig
+from gss.hf.model import GSSForCausalLM
+from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
+from gss.loading import load
+from gss.train.checkpoint import save
+
+_RUN = "gss.json"
+"""What of a run a folder of `transformers` has no place for: the step, the run's configuration and its data."""
+
+
+def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
+    """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
+    folder, target = Path(run), Path(out)
+    _require_room(target)
+    model, tokenizer, step = load(folder, step=step)
+    settings, data = _read(folder / "config.json"), _read(folder / "data.json")
+    if data:
+        data.pop("folder", None)  # a path of the machine that trained
+    with _written(target) as aside:
+        GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
+        convert_tokenizer(tokenizer).save_pretrained(aside)
+        tokenizer.save(aside / VOCABULARY)
+        card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+        _write(aside / _RUN, {"step": step, "config": settings, "data": data})
+    return target
+
+
+def import_folder(folder: str | Path, out: str | Path) -> Path:
+    """Make a run folder, which `gss.load` and the commands read, of a folder that `transformers` reads.
+
+    Weights come back as they are, in float32 or wider; there is no optimizer state, so the run is not one to go on
+    training with `gss train`.
+    """
+    source, target = Path(folder), Path(out)
+    _require_room(target)
+    if _read(source / "config.json").get("model_type") != GSSConfig.model_type:
+        raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
+    try:
+        wrapped = GSSForCausalLM.from_pretrained(source, local_files_only=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights in {source} cannot be read: {error}") from error
+    tokenizer, model = read_vocabulary(source), wrapped.model
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the vocabulary in {source} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
+            "they do not belong together"
+        )
+    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters()):
+        model = model.float()  # runs hold full precision
+    known = _read(source / _RUN)
+    with _written(target) as aside:
+        # The configuration last, over what the run's was: the model may have grown a vocabulary since.
+        _write(aside / "config.json", {**known.get("config", {}), "model": to_mapping(model.config)})
+        if known.get("data"):
+            _write(aside / "data.json", known["data"])
+        tokenizer.save(aside / "tokenizer")
+        tensors = {"model": model.state_dict()}
+        save(aside / "checkpoints", int(known.get("step", 0)), tensors, {"imported": True})
+    return target
+
+
+def _require_room(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there and is not an empty folder: choose another")
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when all went well and is gone when not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.aside-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        aside.replace(target)  # also onto an empty folder
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file, or nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return values
+
+
+def _write(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

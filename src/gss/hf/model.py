@@ -1,0 +1,200 @@
+"""`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`.
+
+Translates inputs, outputs and caches; the arithmetic, the weights' names below `model.` and the first weights are the
+language model's own. Knows nothing of run folders or vocabularies.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from gss.config import override
+from gss.hf.cache import StateCache
+from gss.hf.config import GSSConfig
+from gss.hf.padding import read_padded
+from gss.loss import next_token_loss
+from gss.model import LanguageModel, build_model
+
+_IGNORED = -100  # the label that counts for nothing, by convention
+
+
+class GSSForCausalLM(PreTrainedModel, GenerationMixin):
+    """Next-token logits, loss and `generate`. The head is the embedding, one parameter: nothing is tied by name."""
+
+    config_class = GSSConfig
+    base_model_prefix = "model"
+    _is_stateful = True  # no going back by some tokens, so no assisted generation
+    # The embedding is used at both ends: the model stays on one device.
+    _no_split_modules = ["LanguageModel"]  # noqa: RUF012  as the base class declares it
+    # Also when loaded in half precision.
+    _keep_in_fp32_modules_strict = ["state_space"]  # noqa: RUF012
+
+    def __init__(self, config: GSSConfig) -> None:
+        super().__init__(config)
+        self.model = build_model(config.model_config())
+        if self.model.embedding.weight.device.type != "meta":
+            for module in self.modules():
+                module._is_hf_initialized = True  # type: ignore[assignment]  # our own first weights stay
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel, *, eos_token_id: int | None = None) -> "GSSForCausalLM":
+        """A model of ours with the interface of `transformers`; the weights are shared, not copied."""
+        with torch.device("meta"):
+            wrapped = cls(GSSConfig.of(model.config, eos_token_id=eos_token_id))
+        wrapped.model = model
+        return wrapped.train(model.training)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding, which is the head as well."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Take another embedding, of any number of ids."""
+        assert isinstance(value, nn.Embedding)
+        self.model.embedding = value
+        self.model.config = override(self.model.config, {"vocab_size": value.num_embeddings})
+        self.config.vocab_size = value.num_embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called for what a folder lacks, and for the rows of a grown vocabulary."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif any(not getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"there are no weights for a {type(module).__name__}: the weights are not of the model that the "
+                "config describes, or the file is incomplete"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, L, V] for tokens [B, L], the loss of `labels` and the cache after them.
+
+        attention_mask     [B, L], or with a cache [B, columns + L]: 0 at padding, on either side of a row's tokens
+        past_key_values    what an earlier call returned; it is brought up to date
+        labels             the tokens themselves (they are shifted here), -100 where nothing counts
+        logits_to_keep     only the logits of the last so many positions, or of these; 0: all
+        """
+        _refuse(inputs_embeds=inputs_embeds, **kwargs)
+        if input_ids is None:
+            raise ValueError("there are no input_ids: give token ids [batch, length]")
+        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+            raise ValueError(
+                f"past_key_values is a {type(past_key_values).__name__}: these models take the gss.hf.StateCache that "
+                "a call of the model returned"
+            )
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
+        state = None if past_key_values is None else past_key_values.state
+        if state is None or input_ids.shape[-1] > 1:  # tokens of a step were chosen from the vocabulary
+            self._check(input_ids)
+        if attention_mask is None:
+            hidden, state = self.model.hidden(input_ids, state, use_cache)
+        else:
+            mask = self._mask(attention_mask, input_ids)
+            hidden, state = read_padded(self.model, input_ids, mask, state, use_cache)
+        cache = None
+        if use_cache:
+            cache = StateCache() if past_key_values is None else past_key_values
+            cache.replace(state, input_ids.shape[1])
+        loss, logits = None, None
+        if labels is not None and self.training and self.config.loss_without_logits:
+            loss = self._chunked_loss(hidden, labels, kwargs.get("num_items_in_batch"))
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.model.logits(hidden[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _chunked_loss(self, hidden: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
+        """The same loss as from logits, without ever holding all of them; `items` counts the whole batch's labels."""
+        targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        counted = targets != _IGNORED
+        total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
+        return total / (counted.sum() if items is None else items)
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.ndim != 2 or tokens.numel() == 0:
+            raise ValueError(f"input_ids must be token ids [batch, length], not of shape {list(tokens.shape)}")
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < 0 or most >= self.config.vocab_size:
+            raise ValueError(
+                f"token id {least if least < 0 else most} is outside the vocabulary of {self.config.vocab_size}: "
+                "is the tokenizer the one this model was trained with?"
+            )
+
+    def _mask(self, mask: Tensor, tokens: Tensor) -> Tensor:
+        """The columns of the mask that the tokens stand in: the last ones."""
+        if mask.ndim != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
+            raise ValueError(
+                f"attention_mask must be [batch, length] like input_ids {list(tokens.shape)}, not {list(mask.shape)}"
+            )
+        return mask[:, -tokens.shape[1] :]
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Inputs of one forward inside `generate`."""
+        _refuse(inputs_embeds=inputs_embeds)
+        if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+            raise ValueError(
+                "a prompt ends in padding, so what follows it would not follow its text: pad on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
+        if next_sequence_length is not None:
+            input_ids = input_ids[:, -next_sequence_length:]
+        if not is_first_iteration and next_sequence_length == 1:
+            attention_mask = None  # what is chosen is never padding
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        # Inputs may be kept on another device than the model's.
+        inputs = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        return {**inputs, **kwargs}
+
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the rest is for caches of keys and values
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is for caches of keys and values: "
+                "leave it out, these models carry a recurrent state"
+            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = StateCache()
+
+
+def _refuse(**kwargs: Any) -> None:
+    """What would change the answer and is not there to be had."""
+    reasons = {
+        "inputs_embeds": "the models read token ids only: give input_ids",
+        "position_ids": "positions follow from the tokens read: leave it out, and read packed documents one a row",
+        "output_attentions": "not every layer has attention weights",
+        "output_hidden_states": "the activations between layers are not returned: use a forward hook on model.layers",
+    }
+    for name, reason in reasons.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"{name} is not supported: {reason}")

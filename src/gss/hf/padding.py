@@ -1,0 +1,72 @@
+"""Batches with padding, read as if every row were alone.
+
+Our models have no mask: a row is its real tokens, wherever in it they stand. Without a state to keep, rows are moved
+to the left edge and read together: models are causal, so what comes after a row's end changes nothing before it. With
+a state, rows with the same extent are read together and their states joined, since a state must end at the row's
+last real token. Knows token ids, masks and states; nothing of `transformers`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+
+
+def extents(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the real tokens of each row [B, L] begin, and how many they are; refuses masks with holes."""
+    real = mask != 0
+    count = real.sum(1)
+    first = real.long().argmax(1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    expected = (column >= first.unsqueeze(1)) & (column < (first + count).unsqueeze(1))
+    if not torch.equal(real, expected):
+        raise ValueError(
+            "the attention mask has holes: a row's real tokens must stand together, with padding before or after them"
+        )
+    return first, count
+
+
+def read_padded(
+    model: LanguageModel, tokens: Tensor, mask: Tensor, state: ModelState | None, keep_state: bool
+) -> tuple[Tensor, ModelState | None]:
+    """The activations [B, L, E] of real tokens in place (what stands at padding means nothing), and the state after."""
+    first, count = extents(mask)
+    if state is None and not keep_state:
+        return _aligned(model, tokens, first), None
+    if bool((count == tokens.shape[1]).all()):
+        return model.hidden(tokens, state, keep_state)
+    return _grouped(model, tokens, first, count, state)
+
+
+def _aligned(model: LanguageModel, tokens: Tensor, first: Tensor) -> Tensor:
+    length = tokens.shape[1]
+    column = torch.arange(length, device=tokens.device)
+    hidden, _ = model.hidden(tokens.gather(1, (column + first.unsqueeze(1)) % length), keep_state=False)
+    back = (column - first.unsqueeze(1)) % length
+    return hidden.gather(1, back.unsqueeze(-1).expand_as(hidden))
+
+
+def _grouped(
+    model: LanguageModel, tokens: Tensor, first: Tensor, count: Tensor, state: ModelState | None
+) -> tuple[Tensor, ModelState]:
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, extent in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
+        groups.setdefault(extent, []).append(row)
+    before = model.initial_state(tokens.shape[0]) if state is None else state
+    parts, states, order = [], [], []
+    for (start, size), rows in groups.items():
+        after = before.select(rows)
+        if size:
+            # A fresh start where there is one: it is read in parallel without the cost of a carried state.
+            hidden, read = model.hidden(tokens[rows, start : start + size], None if state is None else after)
+            assert read is not None
+            after = read
+        else:  # nothing of these rows in this piece
+            hidden = model.embedding.weight.new_zeros(len(rows), 0, model.config.width)
+        parts.append(F.pad(hidden, (0, 0, start, tokens.shape[1] - start - size)))
+        states.append(after)
+        order += rows
+    back = torch.argsort(torch.tensor(order, device=tokens.device))
+    return torch.cat(parts)[back], ModelState.join(states).select(back)

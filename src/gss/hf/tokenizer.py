@@ -1,0 +1,160 @@
+"""Our vocabularies as tokenizers of `transformers`, id for id, and back.
+
+Bytes and `tokenizer.json` become fast tokenizers, a plain `tokenizer.json` that loads anywhere. A SentencePiece model
+stays one, in a class of ours: no fast tokenizer gives its ids for every text. All of them put the end-of-document id
+in front of a text, as training does, and read special tokens' names inside a text as text, as `gss` does.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from gss.data import Tokenizer, load_tokenizer
+from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
+
+BYTE_EOS = "<|endoftext|>"
+"""The name that id 256 of the byte vocabulary gets; it has none of its own."""
+VOCABULARY = "vocabulary"
+"""Folder of an exported model that holds our own form of the vocabulary, so that it comes back with its hash."""
+_INPUTS = ["input_ids", "attention_mask"]
+
+
+def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """A tokenizer of ours as one of `transformers`: the same ids for every text, with the first input in front."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return GSSSentencePieceTokenizer(content=tokenizer.content, eos_token=tokenizer.eos)
+    if isinstance(tokenizer, ByteTokenizer):
+        fast, eos = byte_level(), BYTE_EOS
+    elif isinstance(tokenizer, JsonTokenizer):
+        assert tokenizer.eos is not None
+        fast, eos = tokenizers.Tokenizer.from_str(tokenizer.content.decode("utf-8")), tokenizer.eos
+        fast.no_truncation()
+        fast.no_padding()
+    else:
+        raise ValueError(f"a vocabulary of kind {tokenizer.kind!r} has no counterpart in transformers")
+    # Whatever else the file puts around texts: training saw the end-of-document id and nothing more.
+    fast.post_processor = TemplateProcessing(
+        single=f"{eos} $A", pair=f"{eos} $A $B:1", special_tokens=[(eos, tokenizer.eos_id)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        bos_token=eos,
+        eos_token=eos,
+        pad_token=eos,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_input_names=_INPUTS,
+    )
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """UTF-8 bytes as ids 0 … 255 in the form of the tokenizers library: byte-level BPE without a merge."""
+    # The library writes a byte as a printable character: those that are one as themselves, the others from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(0x100 + number) for number, byte in enumerate(others)}
+    fast = tokenizers.Tokenizer(BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = ByteLevelDecoder()
+    fast.add_special_tokens([BYTE_EOS])
+    return fast
+
+
+class GSSSentencePieceTokenizer(PreTrainedTokenizer):
+    """A SentencePiece model read by the same code as in training."""
+
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012  the base class declares a plain mapping
+    model_input_names = _INPUTS
+
+    def __init__(
+        self, vocab_file: str | None = None, content: bytes | None = None, eos_token: Any = None, **kwargs: Any
+    ) -> None:
+        if content is None:
+            if vocab_file is None:
+                raise ValueError("a SentencePiece vocabulary needs its tokenizer.model: give vocab_file")
+            content = Path(vocab_file).read_bytes()
+        eos = None if eos_token is None else str(eos_token)
+        self.pieces = SentencePieceTokenizer(content, eos, vocab_file or "the .model file")
+        self._names = sentencepiece.SentencePieceProcessor(model_proto=content)
+        kwargs |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.pieces.eos)
+        kwargs.setdefault("padding_side", "left")
+        super().__init__(
+            **{
+                **kwargs,
+                "split_special_tokens": True,
+                "special_tokens_pattern": "bos",
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self.pieces.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        """Pieces by name."""
+        return {self._convert_id_to_token(index): index for index in range(self.vocab_size)} | self.get_added_vocab()
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return [self._convert_id_to_token(int(index)) for index in self.pieces.encode(text)]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return int(self._names.piece_to_id(token))
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return str(self._names.id_to_piece(index))
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of pieces; the end of a document is shown by its name."""
+        documents: list[list[int]] = [[]]
+        for index in map(self._convert_token_to_id_with_added_voc, tokens):
+            if index == self.pieces.eos_id:
+                documents.append([])
+            else:
+                documents[-1].append(index)
+        return str(self.pieces.eos).join(map(self.pieces.decode, documents))
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Write tokenizer.model."""
+        path = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}tokenizer.model"
+        path.write_bytes(self.pieces.content)
+        return (str(path),)
+
+
+def read_vocabulary(folder: Path) -> Tokenizer:
+    """Our form of the vocabulary of a folder that `transformers` reads.
+
+    An exported folder has it as it was, with the hash of the training data's; one that `save_pretrained` wrote has
+    the tokenizer's own files only.
+    """
+    if (folder / VOCABULARY / DESCRIPTION).is_file():
+        return load_tokenizer(folder / VOCABULARY)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    eos = settings.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if (folder / "tokenizer.model").is_file():
+        return load_tokenizer(folder / "tokenizer.model", eos)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no vocabulary: neither {VOCABULARY}/, tokenizer.json nor tokenizer.model")
+    if _is_byte_level(folder / "tokenizer.json"):
+        return ByteTokenizer()
+    return load_tokenizer(folder / "tokenizer.json", eos)
+
+
+def _is_byte_level(path: Path) -> bool:
+    """Whether a tokenizer.json is what the byte vocabulary becomes."""
+    ours = json.loads(byte_level().to_str())
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens"))

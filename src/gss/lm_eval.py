@@ -1,0 +1,189 @@
+"""Our models in EleutherAI's lm-eval: importing this module registers the model "gss".
+
+    python -m gss.lm_eval run --model gss --model_args run=runs/books --tasks lambada_openai,wikitext
+
+or from Python `lm_eval.simple_evaluate(model="gss", model_args={"run": "runs/books"}, tasks=[…])`. Texts of any length
+are scored whole, in pieces with the state carried: nothing is cut off and nothing slides. Every text follows the
+end-of-document id, as in training. Knows requests and models; what a task asks is lm-eval's.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gss.data import Tokenizer
+from gss.generate import Sampling, generate
+from gss.loading import load
+from gss.model import LanguageModel
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from tqdm import tqdm
+except ImportError as error:
+    raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
+
+# Rows of logits held at a time.
+_LOGIT_ELEMENTS = 1 << 25
+
+Scored = TypeVar("Scored")
+
+
+@register_model("gss")
+class GSSLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+    """A run, or a model at hand with its tokenizer.
+
+    run, step     a run folder, and the checkpoint's step (None: the newest good one)
+    model         instead of a run, together with `tokenizer`
+    batch_size    texts scored side by side
+    piece         tokens of each that are read at a time: bounds memory
+    """
+
+    def __init__(
+        self,
+        run: str | Path | None = None,
+        *,
+        step: int | None = None,
+        model: LanguageModel | None = None,
+        tokenizer: Tokenizer | None = None,
+        batch_size: int | str = 16,
+        max_batch_size: int | None = None,
+        device: str | torch.device | None = None,
+        piece: int = 4096,
+        max_gen_toks: int = 256,
+    ) -> None:
+        super().__init__()
+        if run is not None and model is None and tokenizer is None:
+            model, tokenizer, _ = load(run, step=step, device=device or "cpu")
+        elif run is not None or model is None or tokenizer is None:
+            raise ValueError("give either a run folder (run=runs/books) or both a model and its tokenizer")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
+        if piece < 1:
+            raise ValueError(f"piece must be at least 1, not {piece}")
+        self.model, self.vocabulary = model.eval(), tokenizer
+        self.batch_size, self.piece, self.max_gen_toks = int(batch_size), piece, max_gen_toks
+        self._device = model.embedding.weight.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document id, which begins documents as well."""
+        return self.vocabulary.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the vocabulary where requests are cached."""
+        return f"gss-{self.vocabulary.hash[:16]}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text after the end-of-document id (not with `add_special_tokens` off)."""
+        first = [] if add_special_tokens is False else [self.eot_token_id]
+        return [*first, *self.vocabulary.encode(string).tolist()]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        rows = [(context + continuation, len(context)) for _, context, continuation in requests]
+        scores = self._batched(rows, self._score, "scoring", disable_tqdm)
+        for (texts, *_), score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text."""
+        rows = [(self.tok_encode(request.args[0]), 1) for request in requests]
+        scores = [score for score, _ in self._batched(rows, self._score, "scoring", disable_tqdm)]
+        for request, score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, score)
+        return scores
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A continuation of each context, up to a stop string; greedy unless the task samples."""
+        texts = []
+        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+            context, options = request.args
+            until = options.get("until") or []
+            text = generate(
+                self.model,
+                self.vocabulary,
+                context,
+                max_tokens=int(options.get("max_gen_toks", self.max_gen_toks)),
+                sampling=_sampling(options),
+                stop=[mark for mark in ([until] if isinstance(until, str) else until) if mark],
+            )
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            texts.append(text)
+        return texts
+
+    def _batched(
+        self,
+        rows: list[tuple[list[int], int]],
+        function: Callable[[list[tuple[list[int], int]]], list[Scored]],
+        what: str,
+        quiet: bool,
+    ) -> list[Scored]:
+        """The function of rows of similar length side by side, in the rows' own order."""
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
+        found: dict[int, Scored] = {}
+        for start in tqdm(range(0, len(order), self.batch_size), desc=what, disable=quiet):
+            chosen = order[start : start + self.batch_size]
+            found.update(zip(chosen, function([rows[row] for row in chosen]), strict=True))
+        return [found[row] for row in range(len(rows))]
+
+    @torch.no_grad()
+    def _score(self, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """For ids and the index of the first that counts: their log-probability, and whether all are the likeliest."""
+        longest = max(len(ids) for ids, _ in rows)
+        # Filled up at the end, where a causal model's answers do not depend on it.
+        padded = [ids + [self.eot_token_id] * (longest - len(ids)) for ids, _ in rows]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=self._device)
+        index = torch.arange(longest, device=self._device)
+        first, stop = (
+            torch.tensor(bound, device=self._device).unsqueeze(1)
+            for bound in ([first for _, first in rows], [len(ids) for ids, _ in rows])
+        )
+        counted = (index >= first) & (index < stop)
+        total = torch.zeros(len(rows), dtype=torch.float64)
+        greedy = torch.ones(len(rows), dtype=torch.bool)
+        state = None
+        for start in range(0, longest - 1, self.piece):
+            part = slice(start, min(start + self.piece, longest - 1))
+            targets = slice(part.start + 1, part.stop + 1)
+            hidden, state = self.model.hidden(tokens[:, part], state, keep_state=part.stop < longest - 1)
+            mask = counted[:, targets]
+            row = mask.nonzero()[:, 0].cpu()
+            scores, likeliest = self._token_scores(hidden[mask], tokens[:, targets][mask])
+            total.index_add_(0, row, scores)
+            greedy[row[~likeliest]] = False
+        return list(zip(total.tolist(), greedy.tolist(), strict=True))
+
+    def _token_scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """log p of each target, float64 on the CPU, and whether it is the likeliest; few rows of logits at a time."""
+        size = max(1, _LOGIT_ELEMENTS // self.model.config.vocab_size)
+        scores, likeliest = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
+        for part, target in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = self.model.logits(part)
+            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            scores.append(logs.gather(1, target.unsqueeze(1)).squeeze(1).double().cpu())
+            likeliest.append((logits.argmax(-1) == target).cpu())
+        return torch.cat(scores), torch.cat(likeliest)
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
+    if not options.get("do_sample", temperature > 0):
+        return Sampling(temperature=0)
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    return Sampling(temperature=temperature, **{name: options[name] for name in names if options.get(name)})
+
+
+if __name__ == "__main__":
+    cli_evaluate()
