@@ -2,7 +2,7 @@
 
     python benchmarks/train_on_gpu.py DATA --minutes 5 --out results.json [--set key=value …]
 
-Two short runs first, with and without torch.compile; the faster setting does the long one. At 40% of its time the long run is
+Two short runs first, with and without torch.compile; the faster setting does the long one. At 40% of its time that is
 killed with SIGKILL; the same command then goes on from its newest checkpoint, and the rows it repeats are compared.
 """
 
