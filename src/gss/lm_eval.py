@@ -7,9 +7,9 @@ are scored whole, in pieces with the state carried: nothing is cut off and nothi
 end-of-document id, as in training. Knows requests and models; what a task asks is lm-eval's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ except ImportError as error:
 # Rows of logits held at a time.
 _LOGIT_ELEMENTS = 1 << 25
 
-Scored = TypeVar("Scored")
+Row = tuple[list[int], int]
+"""Ids, and the index of the first that counts."""
 
 
 @register_model("gss")
-class GSSLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+class GSSLM(TemplateLM):
     """A run, or a model at hand with its tokenizer.
 
     run, step     a run folder, and the checkpoint's step (None: the newest good one)
@@ -92,7 +93,7 @@ class GSSLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         rows = [(context + continuation, len(context)) for _, context, continuation in requests]
-        scores = self._batched(rows, self._score, "scoring", disable_tqdm)
+        scores = self._scores(rows, disable_tqdm)
         for (texts, *_), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores
@@ -100,7 +101,7 @@ class GSSLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text."""
         rows = [(self.tok_encode(request.args[0]), 1) for request in requests]
-        scores = [score for score, _ in self._batched(rows, self._score, "scoring", disable_tqdm)]
+        scores = [score for score, _ in self._scores(rows, disable_tqdm)]
         for request, score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, score)
         return scores
@@ -123,24 +124,18 @@ class GSSLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             texts.append(text)
         return texts
 
-    def _batched(
-        self,
-        rows: list[tuple[list[int], int]],
-        function: Callable[[list[tuple[list[int], int]]], list[Scored]],
-        what: str,
-        quiet: bool,
-    ) -> list[Scored]:
-        """The function of rows of similar length side by side, in the rows' own order."""
+    def _scores(self, rows: list[Row], quiet: bool) -> list[tuple[float, bool]]:
+        """`_score` of rows of similar length side by side, in the rows' own order."""
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
-        found: dict[int, Scored] = {}
-        for start in tqdm(range(0, len(order), self.batch_size), desc=what, disable=quiet):
+        found: dict[int, tuple[float, bool]] = {}
+        for start in tqdm(range(0, len(order), self.batch_size), desc="scoring", disable=quiet):
             chosen = order[start : start + self.batch_size]
-            found.update(zip(chosen, function([rows[row] for row in chosen]), strict=True))
+            found.update(zip(chosen, self._score([rows[row] for row in chosen]), strict=True))
         return [found[row] for row in range(len(rows))]
 
     @torch.no_grad()
-    def _score(self, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """For ids and the index of the first that counts: their log-probability, and whether all are the likeliest."""
+    def _score(self, rows: list[Row]) -> list[tuple[float, bool]]:
+        """For each row: the log-probability of the ids that count, and whether each of them is the likeliest."""
         longest = max(len(ids) for ids, _ in rows)
         # Filled up at the end, where a causal model's answers do not depend on it.
         padded = [ids + [self.eot_token_id] * (longest - len(ids)) for ids, _ in rows]

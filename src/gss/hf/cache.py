@@ -4,6 +4,8 @@ Knows the protocol of `transformers.Cache` (lengths, reordering for beams, repea
 state is the model's.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -14,8 +16,8 @@ from gss.nn.state import ModelState
 class StateCache(Cache):
     """A `ModelState` that follows a batch through `generate`.
 
-    States are values, so a cache is branched by making another: read a document once, then
-    `model.generate(question, past_key_values=StateCache(cache.state, cache.columns))` for each question.
+    States are values, so a branch costs nothing: read a document once, then generate from `copy.deepcopy(cache)` for
+    each question.
     """
 
     def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
@@ -26,6 +28,9 @@ class StateCache(Cache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateCache":
+        return StateCache(self.state, self.columns)  # nobody changes a state: two caches can share it
 
     def __len__(self) -> int:
         return 0 if self.state is None else len(self.state.layers)
@@ -64,8 +69,7 @@ class StateCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a recurrent state holds no past to go back to."""
         raise ValueError(
-            "a recurrent state cannot be taken back by some tokens: keep the cache from before them "
-            "(StateCache(cache.state, cache.columns)) and go on from that"
+            "a recurrent state cannot be taken back by some tokens: keep a copy.deepcopy of the cache from before them"
         )
 
     @property

@@ -18,7 +18,7 @@ class GSSConfig(PreTrainedConfig):
     """
 
     model_type = "gss"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  the trainer adds it to a list
 
     model: dict[str, Any] | None = None
     """Fields of `gss.ModelConfig` by name, nested as there; what is not named has its default."""

@@ -1,0 +1,148 @@
+"""Export and import: a folder that `transformers` loads, text as from `gss generate`, weights back to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gss
+from gss.cli import app
+from gss.config import from_mapping
+from gss.data import load_tokenizer
+from gss.generate import Sampling, generate
+from gss.train.config import TrainConfig
+from tests.conftest import FAMILIES, small_config
+from tests.hf.conftest import write_run
+
+transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("gss.hf")
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = ["Once upon", "", "naïve 🙂"]
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf.export_run(run, tmp_path_factory.mktemp("exported") / "model")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_come_back_bit_equal(family: str, tmp_path: Path) -> None:
+    model = gss.build_model(small_config(family, vocab_size=257))
+    write_run(tmp_path / "run", model, load_tokenizer("bytes"), step=42)
+    for command in (["export", "run", "model"], ["import", "model", "back"]):
+        name, *paths = command
+        result = CliRunner().invoke(app, [name, *(str(tmp_path / path) for path in paths)], catch_exceptions=False)
+        assert result.exit_code == 0
+    loaded = gss.load(tmp_path / "back")
+    assert loaded.step == 42
+    assert loaded.model.config == model.config
+    assert loaded.tokenizer.hash == load_tokenizer("bytes").hash
+    expected = model.state_dict()
+    assert loaded.model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(theirs[f"model.{name}"], tensor) for name, tensor in expected.items())
+
+
+def test_what_an_export_holds(exported: Path, run: Path) -> None:
+    names = {path.name for path in exported.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "generation_config.json", "README.md", "tokenizer.json"}
+    assert not any(path.suffix in (".bin", ".pt", ".pkl", ".py") for path in exported.rglob("*"))
+    card = (exported / "README.md").read_text()
+    loaded = gss.load(run)
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    for fact in (f"{parameters:,}", "f00d" * 16, "training steps | 7 ", "import gss.hf", "Limits", "1 × attention"):
+        assert fact in card
+    assert all("/somewhere/private" not in path.read_text() for path in exported.glob("*.json"))
+    assert "auto_map" not in (exported / "config.json").read_text()
+
+
+def test_text_is_that_of_gss_generate(exported: Path, run: Path) -> None:
+    model, tokenizer, _ = gss.load(run)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    words = transformers.AutoTokenizer.from_pretrained(exported)
+    inputs = words(PROMPTS, return_tensors="pt", padding=True)
+    rows = theirs.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        expected = generate(model, tokenizer, prompt, max_tokens=20, sampling=GREEDY)
+        assert words.decode(row, skip_special_tokens=True) == expected
+    fresh = theirs.generate(max_new_tokens=20, do_sample=False)  # no prompt: a new document
+    assert words.decode(fresh[0], skip_special_tokens=True) == generate(
+        model, tokenizer, "", max_tokens=20, sampling=GREEDY
+    )
+
+
+def test_pipeline(exported: Path, run: Path) -> None:
+    model, tokenizer, _ = gss.load(run)
+    pipe = transformers.pipeline("text-generation", model=str(exported), device="cpu")
+    options = {"max_new_tokens": 15, "do_sample": False, "return_full_text": False}
+    expected = [generate(model, tokenizer, prompt, max_tokens=15, sampling=GREEDY) for prompt in PROMPTS]
+    assert [pipe(prompt, **options)[0]["generated_text"] for prompt in PROMPTS] == expected
+    together = pipe(PROMPTS, **options, batch_size=3)
+    assert [found[0]["generated_text"] for found in together] == expected
+    assert pipe("Once upon", max_new_tokens=15, do_sample=False)[0]["generated_text"] == "Once upon" + expected[0]
+
+
+def test_import_of_what_transformers_saved(exported: Path, run: Path, tmp_path: Path) -> None:
+    """As after fine-tuning: a folder with nothing of ours but the model."""
+    transformers.AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "saved")
+    transformers.AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "saved")
+    hf.import_folder(tmp_path / "saved", tmp_path / "run")
+    loaded, original = gss.load(tmp_path / "run"), gss.load(run)
+    assert loaded.tokenizer.hash == original.tokenizer.hash
+    assert loaded.step == 0
+    expected = original.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
+    half = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "saved")
+    hf.import_folder(tmp_path / "saved", tmp_path / "from-half")
+    assert {tensor.dtype for tensor in gss.load(tmp_path / "from-half").model.state_dict().values()} == {torch.float32}
+
+
+def test_an_import_keeps_the_runs_settings(exported: Path, run: Path, tmp_path: Path) -> None:
+    hf.import_folder(exported, tmp_path / "run")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (run, tmp_path / "run"))
+    assert after == before
+    assert from_mapping(TrainConfig, after).length == 128
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["hash"] == "f00d" * 16
+
+
+def test_bad_folders(exported: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="not an empty folder"):
+        hf.export_run(run, exported)
+    with pytest.raises(ValueError, match="not a run folder"):
+        hf.export_run(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match="no checkpoint of step 3"):
+        hf.export_run(run, tmp_path / "out", step=3)
+    with pytest.raises(ValueError, match="not an exported model"):
+        hf.import_folder(tmp_path, tmp_path / "out")
+    (tmp_path / "broken").mkdir()
+    for path in exported.glob("*.*"):
+        (tmp_path / "broken" / path.name).write_bytes(path.read_bytes())
+    weights = tmp_path / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        hf.import_folder(tmp_path / "broken", tmp_path / "out")
+
+    def full(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("gss.hf.exchange.model_card", full)
+    with pytest.raises(OSError, match="no space left"):
+        hf.export_run(run, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"broken"}  # nothing half-written
+
+
+def test_without_the_extra(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("gss.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(gss, "hf", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
+    assert "gss-lm[hf]" in str(result.exception)
+    assert isinstance(result.exception, ValueError)
