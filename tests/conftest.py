@@ -11,6 +11,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
+# Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
+WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
+ALL_FAMILIES = (*FAMILIES, *WINDOW_FAMILIES)
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +32,11 @@ def small_config(family: str, **overrides: object) -> gss.ModelConfig:
         "feedforward_width": 24,
         "state_space.modes": 6,
         "attention.heads": 2,
+        "attention.window": 8,
+        "recurrent": {"vectors": 5, "blocks": 2, "block": 1},
     }
+    if family.startswith("rec-"):
+        sizes["pattern"] = ("slide", "recurrent")
+    if family.startswith("feedback-"):
+        sizes["depth"] = 1  # a layer is a whole stack
     return gss.preset(f"{family}-tiny", **{**sizes, **overrides})

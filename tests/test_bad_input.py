@@ -8,10 +8,10 @@ import torch
 
 import gss
 from gss.config import from_toml, override, parse_assignments
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, small_config
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=ALL_FAMILIES)
 def model(request: pytest.FixtureRequest) -> gss.LanguageModel:
     return gss.build_model(small_config(request.param))
 
@@ -82,6 +82,14 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"attention.heads": 7}, "7 heads do not divide a width of 128"),
         ({"attention.head_width": 0}, "head_width must be"),
         ({"attention.chunk": -1}, "chunk must be"),
+        ({"attention.window": 0}, "window must be a whole number of at least 1, not 0"),
+        ({"recurrent.vectors": 0}, "vectors must be"),
+        ({"recurrent.gate": "gru"}, "gate cannot be 'gru'; choose from: fixed, lstm"),
+        ({"recurrent.layout": "dual"}, "layout cannot be 'dual'; choose from: skip, single"),
+        ({"recurrent.block": 13}, r"recurrent.block is 13, outside the stack of recurrent.blocks = 12: .* 1 to 12"),
+        ({"recurrent.block": 0}, "block must be"),
+        ({"dropout": 1.0, "pattern": ["slide"]}, "dropout must be at least 0 and under 1, not 1.0"),
+        ({"dropout": 0.1}, "gss layers have no dropout: set dropout to 0, not 0.1"),
         ({"pattern": ["gss", "mamba"]}, "pattern cannot be 'mamba'; choose from: gss, dss, attention"),
         ({"pattern": []}, "pattern is empty"),
         ({"pattern": 3}, "pattern must be a list"),

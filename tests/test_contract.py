@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gss
 from tests.comparing import relative_error
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
 
 LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -100,7 +100,7 @@ OPTIONS = [
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    family=st.sampled_from(FAMILIES),
+    family=st.sampled_from(ALL_FAMILIES),
     options=st.sampled_from(OPTIONS),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     batch=st.integers(1, 3),
@@ -112,7 +112,7 @@ def test_any_pieces(family: str, options: dict[str, object], sizes: list[int], b
     assert_same(run(model, tokens, sizes), run(model, tokens, [sum(sizes)]), 1e-10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_initial_state_is_no_state(family: str) -> None:
     model = gss.build_model(small_config(family)).double()
     tokens = torch.randint(0, 61, (2, 30))
@@ -122,7 +122,7 @@ def test_initial_state_is_no_state(family: str) -> None:
     assert torch.equal(state.position, expected_state.position)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_gradient_reaches_what_made_the_state(family: str) -> None:
     model = gss.build_model(small_config(family)).double()
     tokens = torch.randint(0, 61, (1, 20))
@@ -134,7 +134,7 @@ def test_gradient_reaches_what_made_the_state(family: str) -> None:
     assert not any(t.requires_grad for layer in detached.layers for t in layer.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_state_is_a_value(family: str) -> None:
     """Going on from a state leaves it as it was, so two continuations can share it."""
     model = gss.build_model(small_config(family)).double()
@@ -149,7 +149,7 @@ def test_a_state_is_a_value(family: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 9])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_rows_at_different_positions(family: str, length: int) -> None:
     """Sequences read to different points, joined: each goes on as if alone. Then one is reset, one branched."""
     model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
@@ -172,7 +172,7 @@ def test_rows_at_different_positions(family: str, length: int) -> None:
     assert relative_error(branched[0], branched[1]) < 1e-12
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_packed_documents_are_read_alone(family: str) -> None:
     model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
     tokens = torch.randint(0, 61, (2, 60))

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-LayerKind = Literal["gss", "dss", "attention"]
-Activation = Literal["gelu", "relu2", "swish"]
+LayerKind = Literal["gss", "dss", "attention", "slide", "xl", "recurrent", "feedback"]
+Activation = Literal["gelu", "relu2", "swish", "relu"]
+# Kinds of layers that drop activations in training; the paper's own are trained without.
+_WITH_DROPOUT = {"slide", "xl", "recurrent", "feedback"}
 
 Config = TypeVar("Config")
 
@@ -63,12 +65,34 @@ class AttentionConfig:
     chunk: int | None = None
     """None: causal over the whole sequence. A number: the sequence is cut into independent chunks of that many
     tokens, counted from its start (the hybrid's 512)."""
+    window: int = 512
+    """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state moves on."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "heads")
+        _check_positive(self, "heads", "window")
         for name in ("head_width", "chunk"):
             if getattr(self, name) is not None:
                 _check_positive(self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The recurrent state of recurrent and feedback layers; its window is the attention's."""
+
+    vectors: int = 512
+    """S, vectors of the state, each of the model's width."""
+    gate: Literal["fixed", "lstm"] = "fixed"
+    """How an update is let in: by a learned share a channel, or by gates that look at what was seen."""
+    layout: Literal["skip", "single"] = "skip"
+    """What makes an update: one dense layer, or a feed-forward that ends in a tanh."""
+    blocks: int = 12
+    """Blocks in a feedback layer, which is a whole stack (`depth` counts such stacks). A recurrent layer is one."""
+    block: int = 10
+    """Which of a feedback layer's blocks writes the state, counted from 1."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_positive(self, "vectors", "blocks", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +116,7 @@ class ModelConfig:
     """State-space sublayers in a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 is the
     literal reading of its text."""
     feedforward_width: int = 4096
-    """Hidden width of the feed-forward in DSS and Transformer blocks."""
+    """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
     activation: Activation = "gelu"
     """φ of the GSS layer, and the feed-forwards' activation."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -101,12 +125,17 @@ class ModelConfig:
     """Added to the variance in every norm."""
     bias: bool = True
     """Whether dense layers have biases."""
+    dropout: float = 0.0
+    """Share of activations dropped in training, at attention's input and the feed-forward's output. For slide, xl,
+    recurrent and feedback layers; the others are trained without."""
     positions: Literal["none", "sinusoidal"] = "none"
     """Position signal added to the embedding: none (state spaces know order) or sinusoidal (pure Transformer)."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS and DSS layers."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    """The attention of Transformer blocks."""
+    """The attention of Transformer blocks and of the layers on windows."""
+    recurrent: RecurrentConfig = field(default_factory=RecurrentConfig)
+    """The recurrent state of recurrent and feedback layers."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -117,6 +146,16 @@ class ModelConfig:
             raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
         if not self.norm_epsilon > 0:
             raise ValueError(f"norm_epsilon must be over 0, not {self.norm_epsilon!r}")
+        if self.recurrent.block > self.recurrent.blocks:
+            raise ValueError(
+                f"recurrent.block is {self.recurrent.block}, outside the stack of "
+                f"recurrent.blocks = {self.recurrent.blocks}: choose one from 1 to {self.recurrent.blocks}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and under 1, not {self.dropout!r}")
+        without = [kind for kind in dict.fromkeys(self.layers) if kind not in _WITH_DROPOUT]
+        if self.dropout and without:
+            raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:
             raise ValueError(
                 f"{self.attention.heads} heads do not divide a width of {self.width}: "

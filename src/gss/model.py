@@ -10,16 +10,22 @@ from torch import Tensor, nn
 
 from gss.config import LayerKind, ModelConfig
 from gss.nn.attention import TransformerBlock
+from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer
 from gss.nn.dense import norm
 from gss.nn.documents import Documents
 from gss.nn.dss import DSSBlock
 from gss.nn.gss import GSSLayer
 from gss.nn.state import ModelState, SequenceLayer
+from gss.nn.window_attention import SlideLayer, XLLayer
 
 LAYERS: dict[LayerKind, type[SequenceLayer]] = {
     "gss": GSSLayer,
     "dss": DSSBlock,
     "attention": TransformerBlock,
+    "slide": SlideLayer,
+    "xl": XLLayer,
+    "recurrent": RecurrentLayer,
+    "feedback": FeedbackLayer,
 }
 
 

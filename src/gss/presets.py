@@ -32,6 +32,25 @@ _GSS_HYBRID = override(_GSS, {"pattern": _HYBRID, "attention.chunk": 512})
 _TRANSFORMER = ModelConfig(pattern=("attention",), depth=12, positions="sinusoidal")
 _DSS_MODEL = ModelConfig(pattern=("dss",), depth=12, state_space=_DSS)
 
+# Hutchins et al.'s backbone; positions come from the relative bias of each layer.
+_SLIDE = ModelConfig(
+    pattern=("slide",),
+    depth=12,
+    activation="relu",
+    norm="rmsnorm",
+    bias=False,
+    dropout=0.05,
+)
+_XL = override(_SLIDE, {"pattern": ("xl",), "attention.window": 2048})
+_FEEDBACK = override(_SLIDE, {"pattern": ("feedback",), "depth": 1})
+_LSTM_SINGLE = {"recurrent.gate": "lstm", "recurrent.layout": "single"}
+
+
+def _recurrent(depth: int) -> dict[str, Any]:
+    """The pattern with the recurrent layer third from the end."""
+    return {"depth": depth, "pattern": ("slide",) * (depth - 3) + ("recurrent",) + ("slide",) * 2}
+
+
 # Sizes that the smaller presets share. "small" is about 46M parameters with a 32k vocabulary; "tiny" trains on a CPU.
 _SMALL = {"width": 512, "depth": 12, "gate_width": 2048, "channels": 128, "feedforward_width": 2048}
 _TINY = {
@@ -43,6 +62,11 @@ _TINY = {
     "feedforward_width": 512,
     "attention.heads": 4,
 }
+_WINDOW_SMALL = {**_SMALL, "depth": 9}
+_FEEDBACK_SMALL = {**_SMALL, "depth": 1, "recurrent.blocks": 9, "recurrent.block": 7}
+# No dropout: what trains on a CPU for a minute sees too little to overfit.
+_WINDOW_TINY = {**_TINY, "dropout": 0.0, "attention.window": 64, "recurrent.vectors": 64}
+_FEEDBACK_TINY = {**_WINDOW_TINY, "depth": 1, "recurrent.blocks": 4, "recurrent.block": 2}
 
 PRESETS: dict[str, Preset] = {
     "gss-lm1b": Preset(
@@ -68,6 +92,20 @@ PRESETS: dict[str, Preset] = {
         paper_parameters=182,
     ),
     "transformer": Preset(config=_TRANSFORMER, about="Transformer, 12 blocks, 32k vocabulary"),
+    "rec-fixed-skip": Preset(
+        config=override(_SLIDE, _recurrent(12)),
+        about="Block-Recurrent Transformer, the recurrent layer 10th of 12 (table 2)",
+        paper_parameters=196,
+    ),
+    "feedback-lstm-single": Preset(
+        config=override(_FEEDBACK, _LSTM_SINGLE),
+        about="Block-Recurrent Transformer, all 12 blocks read the state, LSTM gate (table 2)",
+    ),
+    "feedback-fixed-skip": Preset(
+        config=_FEEDBACK, about="Block-Recurrent Transformer, all 12 blocks read the state (table 2)"
+    ),
+    "slide": Preset(config=_SLIDE, about="Transformer on a sliding window of 512"),
+    "xl": Preset(config=_XL, about="Transformer with Transformer-XL's cache, windows of 2,048"),
     "gss-small": Preset(config=override(_GSS, {**_SMALL, "state_space.modes": 256}), about="GSS, 46M parameters"),
     "gss-hybrid-small": Preset(
         config=override(_GSS_HYBRID, {**_SMALL, "state_space.modes": 256}),
@@ -80,6 +118,24 @@ PRESETS: dict[str, Preset] = {
     "transformer-small": Preset(
         config=override(_TRANSFORMER, {**_SMALL, "depth": 9}), about="Transformer, 45M parameters"
     ),
+    "rec-fixed-skip-small": Preset(
+        config=override(_SLIDE, {**_WINDOW_SMALL, **_recurrent(9)}),
+        about="Block-Recurrent Transformer, the recurrent layer 7th of 9, 47M parameters",
+    ),
+    "feedback-lstm-single-small": Preset(
+        config=override(_FEEDBACK, {**_FEEDBACK_SMALL, **_LSTM_SINGLE}),
+        about="Block-Recurrent Transformer with feedback and LSTM gate, 56M parameters",
+    ),
+    "feedback-fixed-skip-small": Preset(
+        config=override(_FEEDBACK, _FEEDBACK_SMALL),
+        about="Block-Recurrent Transformer with feedback, 51M parameters",
+    ),
+    "slide-small": Preset(
+        config=override(_SLIDE, _WINDOW_SMALL), about="Transformer on a sliding window of 512, 45M parameters"
+    ),
+    "xl-small": Preset(
+        config=override(_XL, _WINDOW_SMALL), about="Transformer with Transformer-XL's cache, 45M parameters"
+    ),
     "gss-tiny": Preset(config=override(_GSS, {**_TINY, "state_space.modes": 64}), about="GSS on bytes, for a CPU"),
     "gss-hybrid-tiny": Preset(
         config=override(_GSS_HYBRID, {**_TINY, "state_space.modes": 64}),
@@ -89,6 +145,19 @@ PRESETS: dict[str, Preset] = {
         config=override(_DSS_MODEL, {**_TINY, "state_space.modes": 16}), about="DSS on bytes, for a CPU"
     ),
     "transformer-tiny": Preset(config=override(_TRANSFORMER, _TINY), about="Transformer on bytes, for a CPU"),
+    "rec-fixed-skip-tiny": Preset(
+        config=override(_SLIDE, {**_WINDOW_TINY, **_recurrent(4)}),
+        about="Block-Recurrent Transformer on bytes, windows of 64, for a CPU",
+    ),
+    "feedback-lstm-single-tiny": Preset(
+        config=override(_FEEDBACK, {**_FEEDBACK_TINY, **_LSTM_SINGLE}),
+        about="Block-Recurrent Transformer with feedback and LSTM gate, for a CPU",
+    ),
+    "feedback-fixed-skip-tiny": Preset(
+        config=override(_FEEDBACK, _FEEDBACK_TINY), about="Block-Recurrent Transformer with feedback, for a CPU"
+    ),
+    "slide-tiny": Preset(config=override(_SLIDE, _WINDOW_TINY), about="Transformer on a sliding window, for a CPU"),
+    "xl-tiny": Preset(config=override(_XL, _WINDOW_TINY), about="Transformer with Transformer-XL's cache, for a CPU"),
 }
 
 

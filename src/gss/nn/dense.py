@@ -17,12 +17,16 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu2": _relu_squared,
     "swish": F.silu,
+    "relu": F.relu,
 }
 
 
-def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1) -> nn.Linear:
-    """A linear layer, Xavier-uniform with zero bias; `blocks` stacks that many such layers in one product."""
-    layer = nn.Linear(inputs, outputs * blocks, bias=config.bias)
+def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None) -> nn.Linear:
+    """A linear layer, Xavier-uniform with zero bias; `blocks` stacks that many such layers in one product.
+
+    Whether there is a bias is the config's to say, unless `bias` does.
+    """
+    layer = nn.Linear(inputs, outputs * blocks, bias=config.bias if bias is None else bias)
     for block in layer.weight.chunk(blocks):
         nn.init.xavier_uniform_(block)
     if layer.bias is not None:
@@ -45,6 +49,7 @@ class FeedForward(nn.Module):
         self.inner = dense(config.width, config.feedforward_width, config)
         self.outer = dense(config.feedforward_width, config.width, config)
         self.activation = ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(self.activation(self.inner(self.norm(x))))
+        return x + self.dropout(self.outer(self.activation(self.inner(self.norm(x)))))

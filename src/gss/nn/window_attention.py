@@ -1,0 +1,253 @@
+"""Attention to a window of earlier tokens, and the two plain Transformers made of it: `slide` and `xl`.
+
+A token never attends to itself, and can attend to nothing at all: the softmax has one more logit, a sink of 0 with a
+value of zero. Queries and keys have length 1; the logit is (q·k + b)·|s| with s learned a head and b learned a head
+and a bucket of distances (T5's). Keys come in blocks: the tokens of a window look at the window before and their own,
+2W keys, so no mask is larger than W × 2W however long the sequence.
+"""
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gss.config import ModelConfig
+from gss.nn.dense import FeedForward, dense, norm
+from gss.nn.documents import Documents
+from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
+from gss.nn.windows import Windows
+
+BUCKETS = 32
+MOST_DISTANCE = 128
+
+
+def distance_buckets(distance: Tensor) -> Tensor:
+    """T5's buckets of distances ≥ 0, one direction: half of them exact, then logarithmic, the last from 128 on."""
+    exact = BUCKETS // 2
+    ratio = distance.clamp(min=exact).double() / exact
+    logarithmic = exact + (ratio.log() / math.log(MOST_DISTANCE / exact) * (BUCKETS - exact)).long()
+    return torch.where(distance < exact, distance, logarithmic.clamp(max=BUCKETS - 1))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last dimension, in float32 or better."""
+    return F.normalize(x.to(state_dtype(x.dtype)), dim=-1)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[B, Q, h, d] over [B, K, h, d]; `bias` [B or 1, h or 1, Q or 1, K] is added to q·k, or masks where bool."""
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(values.dtype)
+    queries, keys, values = (t.to(values.dtype).transpose(1, 2) for t in (queries, keys, values))
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0).transpose(1, 2)
+
+
+class WindowAttention(nn.Module):
+    """Which earlier tokens a token sees, and with what bias.
+
+    Sliding, a token sees exactly the W tokens before it. With `whole_previous` it sees the whole window before its
+    own and the earlier tokens of its own: W to 2W − 1 of them, as with Transformer-XL's cache.
+    """
+
+    bucket: Tensor
+
+    def __init__(self, heads: int, window: int, whole_previous: bool = False) -> None:
+        super().__init__()
+        self.heads, self.window, self.whole_previous = heads, window, whole_previous
+        self.scale = nn.Parameter(torch.ones(heads))  # s
+        self.table = nn.Parameter(torch.empty(BUCKETS, heads))  # b
+        nn.init.xavier_uniform_(self.table)
+        self.register_buffer("bucket", distance_buckets(self._distance().clamp(min=0)), persistent=False)
+
+    def _distance(self) -> Tensor:
+        """From query to key, by key slot − query slot + W − 1: [3W − 1], 2W − 1 down to 1 − W."""
+        return torch.arange(2 * self.window - 1, -self.window, -1)
+
+    def _by_distance(self) -> Tensor:
+        """b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]."""
+        distance = self._distance().to(self.bucket.device)
+        seen = distance >= 1
+        if not self.whole_previous:
+            seen = seen & (distance <= self.window)
+        return (self.table[self.bucket] * self.scale.abs()).T.masked_fill(~seen, -torch.inf)
+
+    def bias(self, windows: Windows, slots: int) -> Tensor:
+        """What is added to q·k, sink included: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
+        by_distance = self._by_distance()
+        if windows.single:
+            assert windows.offset is not None
+            start = self.window - 1 - windows.offset
+            column = start.unsqueeze(1) + torch.arange(2 * self.window, device=start.device)
+            bias = by_distance[:, column].transpose(0, 1).unsqueeze(2)
+        else:
+            # Every row is the one above it moved by one: windows over one vector, the last row first.
+            diagonals = by_distance[:, self.window - slots : 2 * self.window + slots - 1]
+            bias = diagonals.unfold(1, self.window + slots, 1).flip(1).unsqueeze(0)
+        return F.pad(bias[..., :-1], (0, 1))  # the last slot is seen by no query: the sink takes its place
+
+    def scaled(self, queries: Tensor) -> Tensor:
+        """Unit queries times |s|: what `attend` multiplies with unit keys."""
+        return unit(queries) * self.scale.abs().unsqueeze(-1)
+
+    def in_window(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, previous: bool | Tensor) -> Tensor:
+        """Queries [B, Q, h, d] of one window over [B, W + slots, h, d]: the window before, if any, and its own."""
+        if previous is False:
+            return self._with_sink(queries, keys[:, self.window :], values[:, self.window :], bias[..., self.window :])
+        attended = self._with_sink(queries, keys, values, bias)
+        if previous is True:
+            return attended
+        # A mask a row would take a bias a row; a second pass over half of the keys is less.
+        alone = self.in_window(queries, keys, values, bias, previous=False)
+        return torch.where(previous[:, None, None, None], attended, alone)
+
+    def in_windows(self, queries: Tensor, keys: Tensor, values: Tensor, windows: Windows) -> Tensor:
+        """Queries [B, slots, h, d] of all windows at once (or single tokens [B, 1, h, d]) over [B, W + slots, h, d]."""
+        first, *rest = windows.parts
+        first_previous = windows.has_previous(first)
+        bias = self.bias(windows, first.stop)
+        window = slice(0, self.window + first.stop)
+        if not rest:
+            return self.in_window(queries, keys, values, bias, first_previous)
+        start = self.in_window(queries[:, first], keys[:, window], values[:, window], bias, first_previous)
+        padding = (0, 0, 0, 0, 0, len(rest) * self.window - (windows.slots - self.window))
+        queries, keys, values = (F.pad(t, padding).unflatten(1, (-1, self.window)) for t in (queries, keys, values))
+        keys, values = (torch.cat([t[:, 1:-1], t[:, 2:]], dim=2).flatten(0, 1) for t in (keys, values))
+        attended = self._with_sink(queries[:, 1:].flatten(0, 1), keys, values, bias)
+        return torch.cat([start, attended.unflatten(0, (-1, len(rest))).flatten(1, 2)], dim=1)[:, : windows.slots]
+
+    def keys_seen(self, length: int) -> float:
+        """Keys that a token of a sequence sees, on average."""
+        if self.whole_previous:
+            full, left = divmod(length, self.window)
+            own = full * self.window * (self.window - 1) / 2 + left * (left - 1) / 2
+        else:
+            early = min(length, self.window)
+            own = early * (early - 1) / 2
+        return (own + max(0, length - self.window) * self.window) / length
+
+    @staticmethod
+    def _with_sink(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        keys, values = (F.pad(t[:, :-1], (0, 0, 0, 0, 0, 1)) for t in (keys, values))
+        return attend(queries, keys, values, bias)
+
+
+class Projected(NamedTuple):
+    """A block's view of its tokens, [B, L, h, d] each; queries are scaled, keys of length 1."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    state_queries: Tensor | None
+
+
+class WindowBlock(nn.Module):
+    """A Transformer block of this family: norm → attention → dense → added, then a feed-forward.
+
+    With `reads_state` it also attends to a recurrent state, with queries of its own; what both give is put side by
+    side before the dense layer.
+    """
+
+    def __init__(self, config: ModelConfig, *, whole_previous: bool = False, reads_state: bool = False) -> None:
+        super().__init__()
+        self.heads = config.attention.heads
+        self.head_width = config.attention.head_width or config.width // self.heads
+        inner = self.heads * self.head_width
+        self.norm = norm(config.width, config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.projection = dense(config.width, inner, config, blocks=4 if reads_state else 3)  # Q, K, V (, Q2)
+        self.attention = WindowAttention(self.heads, config.attention.window, whole_previous)
+        self.state_scale = nn.Parameter(torch.ones(self.heads)) if reads_state else None
+        self.output = dense(inner * (2 if reads_state else 1), config.width, config)
+        self.feedforward = FeedForward(config)
+
+    def project(self, x: Tensor) -> Projected:
+        """Queries, keys and values of tokens [B, L, E]."""
+        projected = self.projection(self.dropout(self.norm(x)))
+        queries, keys, values, *second = projected.unflatten(-1, (-1, self.heads, self.head_width)).unbind(2)
+        state_queries = None
+        if self.state_scale is not None:
+            state_queries = unit(second[0]) * self.state_scale.abs().unsqueeze(-1)
+        queries, keys = self.attention.scaled(queries).to(values.dtype), unit(keys).to(values.dtype)
+        return Projected(queries, keys, values, state_queries)
+
+    def finish(self, x: Tensor, *attended: Tensor) -> Tensor:
+        """The block's output from its input and what was attended to, [B, L, h, d] each."""
+        return self.feedforward(x + self.output(torch.cat([part.flatten(2) for part in attended], dim=-1)))
+
+    def cache_slot(self) -> Slot:
+        """What the keys, and the values, of two windows look like in a state."""
+        return Slot((2 * self.attention.window, self.heads, self.head_width))
+
+
+class WindowLayer(SequenceLayer):
+    """One block on windows, all of them at once. `SlideLayer` and `XLLayer` differ in `whole_previous` alone."""
+
+    whole_previous: ClassVar[bool]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.block = WindowBlock(config, whole_previous=self.whole_previous)
+
+    def state_slots(self) -> dict[str, Slot]:
+        cache = self.block.cache_slot()
+        return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
+
+    def mixing_flops(self, length: int) -> float:
+        return 4 * self.block.heads * self.block.head_width * self.block.attention.keys_seen(length)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        queries, keys, values, _ = self.block.project(x)
+        after: LayerState = {}
+        if documents is None:
+            attended, after = self._attend(queries, keys, values, state, keep_state)
+        else:
+            together = torch.stack([queries, keys, values], dim=2)
+            attended = documents.mix(self._attend_alone, together)
+        return self.block.finish(x, attended), after
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None, keep_state: bool
+    ) -> tuple[Tensor, LayerState]:
+        """What each token attends to, [B, L, h, d] like all that comes in, and the state after."""
+        cached_keys, cached_values, position = (
+            (state["keys"], state["values"], state["length"]) if state else (None, None, None)
+        )
+        windows = Windows(self.block.attention.window, queries.shape[1], position)
+        keys, values = windows.join(cached_keys, keys), windows.join(cached_values, values)
+        attended = windows.collect(self.block.attention.in_windows(windows.spread(queries), keys, values, windows))
+        if not keep_state:
+            return attended, {}
+        precise = state_dtype(self.block.attention.scale.dtype)
+        return attended, {
+            "keys": windows.remaining(keys).to(precise),
+            "values": windows.remaining(values).to(precise),
+            "length": windows.read(queries),
+        }
+
+    def _attend_alone(self, together: Tensor) -> Tensor:
+        queries, keys, values = together.unbind(2)
+        return self._attend(queries, keys, values, None, keep_state=False)[0]
+
+
+class SlideLayer(WindowLayer):
+    """Sliding window: a token sees exactly the W tokens before it."""
+
+    whole_previous = False
+
+
+class XLLayer(WindowLayer):
+    """Transformer-XL's cache: a token sees all of the window before its own, and its own window up to itself.
+
+    Windows are counted from a sequence's start. Trained in lanes with rows of one window this is Transformer-XL as
+    published, the gradient ending at the cache; in longer rows it flows from window to window.
+    """
+
+    whole_previous = True

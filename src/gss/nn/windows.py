@@ -1,0 +1,110 @@
+"""Where tokens lie in windows of W: the bookkeeping of layers whose memory moves on a window at a time.
+
+A cache holds 2W slots a row: the window before the current one, then the current one as far as it has been read,
+zeros beyond. A piece of any length is laid out after what its row has read; rows may stand at different places in
+their windows. Knows indices alone: nothing of attention, parameters or what the slots hold.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Windows:
+    """A piece of `length` tokens in windows, for rows that have read `position` [B] tokens (None: all at the start).
+
+    Slots are counted from the start of the window that a row stands in: token i of row b lies in slot offset_b + i.
+    """
+
+    def __init__(self, window: int, length: int, position: Tensor | None = None) -> None:
+        self.window, self.length, self.position = window, length, position
+        self.single = position is not None and length == 1
+        """One token a row: it is computed alone, wherever in its window it lies."""
+        self.offset: Tensor | None = None
+        self.index: Tensor | None = None
+        """[B, L], every token's slot; None when rows are laid out as they are, from slot 0 on."""
+        shift = 0
+        if position is not None:
+            self.offset = position % window
+            shift = window - 1 if self.single else int(self.offset.max())
+            if self.single or shift:
+                self.index = self.offset.unsqueeze(1) + torch.arange(length, device=position.device)
+        self.slots = shift + length
+        """How many slots the piece reaches over; the current window for a single token."""
+
+    @property
+    def parts(self) -> list[slice]:
+        """The slots of each window, in order; the last may be shorter than a window."""
+        return [slice(s, min(s + self.window, self.slots)) for s in range(0, self.slots, self.window)]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[B, L, …] in its slots, zeros elsewhere; a single token stays alone."""
+        if self.index is None or self.single:
+            return x
+        return x.new_zeros(x.shape[0], self.slots, *x.shape[2:]).scatter(1, _expand(self.index, x), x)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """The tokens out of their slots again: the inverse of `spread`."""
+        return y if self.index is None or self.single else y.gather(1, _expand(self.index, y))
+
+    def room(self, cached: Tensor | None, like: Tensor) -> Tensor:
+        """A cache [B, 2W, …] cut or padded to the window before and the piece's slots; `like` [B, …, h, d] is new."""
+        size = self.window + self.slots
+        if cached is None:
+            return like.new_zeros(like.shape[0], size, *like.shape[2:])
+        return _sized(cached.to(like.dtype), size)
+
+    def join(self, cached: Tensor | None, new: Tensor) -> Tensor:
+        """[B, W + slots, …]: the cache with all new tokens [B, L, …] in their slots."""
+        room = self.room(cached, new)
+        if self.index is None:
+            return torch.cat([room[:, : self.window], new], dim=1)
+        return room.scatter(1, _expand(self.index + self.window, new), new)
+
+    def merge(self, cached: Tensor, new: Tensor, part: slice) -> Tensor:
+        """One window's slots: `new`, made from what `spread` laid out, where tokens are new, `cached` elsewhere."""
+        if self.index is None:
+            return new
+        if self.single:
+            return cached.scatter(1, _expand(self.index, new), new)
+        slot = torch.arange(part.start, part.stop, device=new.device)
+        fresh = (slot >= self.index[:, :1]) & (slot <= self.index[:, -1:])  # [B, slots of the part]
+        return torch.where(fresh[:, :, None, None], new, cached)
+
+    def remaining(self, joined: Tensor) -> Tensor:
+        """The cache after the piece, [B, 2W, …], from [B, W + slots, …]: it starts before each row's next window."""
+        if self.index is None or self.offset is None:
+            return _sized(joined[:, self.length // self.window * self.window :], 2 * self.window)
+        start = (self.offset + self.length) // self.window * self.window
+        kept = start.unsqueeze(1) + torch.arange(2 * self.window, device=joined.device)
+        padded = _sized(joined, (self.slots // self.window + 2) * self.window)
+        return padded.gather(1, _expand(kept, joined))
+
+    def read(self, like: Tensor) -> Tensor:
+        """How many tokens each row has read after the piece, [B], for rows as in `like` [B, …]."""
+        before = (
+            torch.zeros(len(like), dtype=torch.int64, device=like.device) if self.position is None else self.position
+        )
+        return before + self.length
+
+    def filled(self, part: slice) -> bool | Tensor:
+        """Which rows [B] this piece takes to the end of a window; a bool where it is the same for all."""
+        if self.index is None or part.stop - part.start < self.window:
+            return part.stop - part.start == self.window
+        return self.index[:, -1] + 1 >= part.stop
+
+    def has_previous(self, part: slice) -> bool | Tensor:
+        """Which rows [B] have a window before this one; a bool where it is the same for all."""
+        if part.start > 0 or self.position is None:
+            return part.start > 0
+        return self.position >= self.window
+
+
+def _expand(index: Tensor, like: Tensor) -> Tensor:
+    """[B, L] as an index into dimension 1 of [B, S, …]."""
+    return index.reshape(*index.shape, *[1] * (like.ndim - 2)).expand(*index.shape, *like.shape[2:])
+
+
+def _sized(x: Tensor, size: int) -> Tensor:
+    """[B, S, h, d] cut or padded with zeros to `size` slots."""
+    return x[:, :size] if x.shape[1] >= size else F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1]))
