@@ -45,7 +45,9 @@ def test_loaded_by_the_auto_classes_generates_as_gss_does(family: str, tmp_path:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for prompt in prompts_of(1, 23):
         expected = list(stream(model.model, prompt, max_tokens=25, sampling=Sampling(temperature=0), eos_id=EOS))
-        produced = loaded.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False)[0, len(prompt) :].tolist()
+        produced = loaded.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert [token for token in produced if token != EOS] == expected
 
 
