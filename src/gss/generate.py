@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gss.data import Tokenizer
+from gss.decode import Decoder
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
@@ -103,6 +104,7 @@ def stream(
     logits, state = read(model, torch.as_tensor([list(prompt)], dtype=torch.int64, device=device), state)
     seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
     seen[0, list(prompt)] = True
+    decoder = Decoder(model, state)
     for produced in range(1, max_tokens + 1):
         token = choose(logits.cpu(), sampling, seen, generator)
         if token.item() == eos_id:
@@ -110,7 +112,7 @@ def stream(
         yield int(token.item())
         seen[0, token] = True
         if produced < max_tokens:
-            logits, state = read(model, token.to(device).unsqueeze(0), state)
+            logits = decoder.step(token.to(device))
 
 
 def stream_text(

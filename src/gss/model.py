@@ -78,14 +78,19 @@ class LanguageModel(nn.Module):
                 raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
             documents = Documents(starts)
             position = documents.position
-        x = self.embedding(tokens)
-        if self.config.positions == "sinusoidal":
-            x = x + sinusoids(position, self.config.width).to(x.dtype)
+        x = self.embed(tokens, position)
         after = []
         for i, layer in enumerate(self.layers):
             x, layer_state = layer(x, None if state is None else state.layers[i], keep_state, documents)
             after.append(layer_state)
         return self.norm(x), ModelState(first + tokens.shape[1], tuple(after)) if keep_state else None
+
+    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """What the first layer sees: [B, L, E] for tokens at positions, both [B, L]."""
+        x = self.embedding(tokens)
+        if self.config.positions == "sinusoidal":
+            x = x + sinusoids(position, self.config.width).to(x.dtype)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., E] → [..., V]. The scale keeps logits of order one with an embedding of order one."""
@@ -96,12 +101,12 @@ class LanguageModel(nn.Module):
         if batch < 1:
             raise ValueError(f"a batch has at least 1 sequence, not {batch}")
         position = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
-        return ModelState(position, tuple(layer.initial_state(batch) for layer in self._sequence_layers()))
+        return ModelState(position, tuple(layer.initial_state(batch) for layer in self.sequence_layers()))
 
     @property
     def bounded_state(self) -> bool:
         """Whether the state's size is constant, however much has been read (not so for attention to everything)."""
-        slots = [slot for layer in self._sequence_layers() for slot in layer.state_slots().values()]
+        slots = [slot for layer in self.sequence_layers() for slot in layer.state_slots().values()]
         return all(size is not None for slot in slots for size in slot.shape)
 
     def check_state(self, state: ModelState, batch: int) -> None:
@@ -112,10 +117,11 @@ class LanguageModel(nn.Module):
             raise ValueError(f"the state is of {state.batch} sequences, the input of {batch}: select or join its rows")
         if len(state.layers) != len(self.layers):
             raise ValueError(f"the state is another model's: it has {len(state.layers)} layers, not {len(self.layers)}")
-        for layer, layer_state in zip(self._sequence_layers(), state.layers, strict=True):
+        for layer, layer_state in zip(self.sequence_layers(), state.layers, strict=True):
             layer.check_state(layer_state, batch)
 
-    def _sequence_layers(self) -> list[SequenceLayer]:
+    def sequence_layers(self) -> list[SequenceLayer]:
+        """The layers, typed as what they are."""
         return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
 
     def _check_tokens(self, tokens: Tensor) -> None:

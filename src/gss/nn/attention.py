@@ -12,6 +12,7 @@ from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer, Slot
+from gss.nn.stepping import CacheStepper, Stepper
 
 # Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
 _QUERY_BLOCK = 1024
@@ -46,14 +47,25 @@ class TransformerBlock(SequenceLayer):
         keep_state: bool = True,
         documents: Documents | None = None,
     ) -> tuple[Tensor, LayerState]:
-        projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, self.head_width))
+        projected = self.project(x)
         attend = self._attend_everything if self.chunk is None else self._attend_chunks
         after: LayerState = {}
         if documents is None:
             attended, after = attend(projected, state, keep_state)
         else:
             attended = documents.mix(lambda rows: attend(rows, None, False)[0], projected)
-        return self.feedforward(x + self.output(attended.flatten(2))), after
+        return self.finish(x, attended), after
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values: [B, L, 3, h, d]."""
+        return self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, self.head_width))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's output from its input and what each token attends to, [B, L, h, d]."""
+        return self.feedforward(x + self.output(attended.flatten(2)))
+
+    def stepper(self, state: LayerState, block: int) -> Stepper:
+        return _Steps(self, state)
 
     def _attend_everything(
         self, projected: Tensor, state: LayerState | None, keep_state: bool
@@ -111,6 +123,18 @@ class TransformerBlock(SequenceLayer):
         """Causal attention inside each chunk of [B, n·chunk, h, d]."""
         cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
         return _causal_attention(*cut).reshape(queries.shape)
+
+
+class _Steps:
+    def __init__(self, block: TransformerBlock, state: LayerState) -> None:
+        self._block = block
+        self._cache = CacheStepper(state["keys"], state["values"], state["length"], block.chunk)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self._block.finish(x, self._cache.attend(self._block.project(x)))
+
+    def state(self) -> LayerState:
+        return self._cache.state()
 
 
 def _positions(first: Tensor, length: int) -> Tensor:

@@ -1,15 +1,16 @@
 """The Gated State Space layer (the paper's figure 1)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from gss.config import ModelConfig
 from gss.nn.dense import ACTIVATIONS, dense, norm
-from gss.nn.documents import Documents
-from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state_space_layer import Mix, StateSpaceLayer
 
 
-class GSSLayer(SequenceLayer):
+class GSSLayer(StateSpaceLayer):
     """O = (DSS(norm(φ(XW₁)))·W₃ ∗ φ(XW₂))·W₄ + X, with X normed first: a wide gate, a narrow state space."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -23,22 +24,12 @@ class GSSLayer(SequenceLayer):
         self.output = dense(config.gate_width, config.width, config)  # W₄
         self.activation = ACTIVATIONS[config.activation]
 
-    def state_slots(self) -> dict[str, Slot]:
-        return {"modes": Slot((self.state_space.channels, self.state_space.config.modes, 2))}
+    def spaces(self) -> dict[str, DiagonalStateSpace]:
+        return {"modes": self.state_space}
 
-    def mixing_flops(self, length: int) -> float:
-        return self.state_space.mixing_flops(length)
-
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-    ) -> tuple[Tensor, LayerState]:
+    def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
+        (mix,) = mixes
         normed = self.norm(x)
         v = self.activation(self.gate(normed))  # [B, L, F]
         u = self.inner_norm(self.activation(self.inner(normed)))  # [B, L, H]
-        y, modes = self.state_space(u, state and state["modes"], keep_state, documents)
-        out = self.output(self.context(y.to(v.dtype)) * v) + x
-        return out, {} if modes is None else {"modes": modes}
+        return self.output(self.context(mix(u).to(v.dtype)) * v) + x

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.documents import Documents
+from gss.nn.stepping import PlainStepper, Stepper
 
 LayerState = dict[str, Tensor]
 """Tensors by name, each with the batch first."""
@@ -52,6 +53,10 @@ class SequenceLayer(nn.Module):
     def mixing_flops(self, length: int) -> float:
         """Arithmetic of mixing tokens, a token of a sequence of `length`: what comes on top of dense products."""
         raise NotImplementedError
+
+    def stepper(self, state: LayerState, block: int) -> Stepper:
+        """This layer set up to read one token after another from a state; `block` is how often that is folded in."""
+        return PlainStepper(self, state)
 
     def initial_state(self, batch: int) -> LayerState:
         """The state before any token, for `batch` sequences."""

@@ -1,0 +1,81 @@
+"""The decoder gives the model's own logits and states, whatever its block, batch and positions."""
+
+import pytest
+import torch
+
+import gss
+from gss.decode import Decoder
+from tests.comparing import relative_error
+from tests.conftest import FAMILIES, small_config
+
+
+def model_of(family: str) -> gss.LanguageModel:
+    return gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", [1, 7, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_steps(family: str, block: int) -> None:
+    model = model_of(family)
+    tokens = torch.randint(0, 61, (2, 100))
+    _, state = model(tokens[:, :20])
+    decoder = Decoder(model, state, block)
+    logits = torch.stack([decoder.step(tokens[:, i]) for i in range(20, 100)], dim=1)
+    expected, expected_state = model(tokens)
+    assert relative_error(logits, expected[:, 20:]) < 1e-11
+    assert torch.equal(decoder.state().position, expected_state.position)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_state_can_be_taken_at_any_time(family: str) -> None:
+    model = model_of(family)
+    tokens = torch.randint(0, 61, (1, 60))
+    decoder = Decoder(model, model.initial_state(1), block=8)
+    for i in range(30):
+        decoder.step(tokens[:, i])
+        if i in (0, 6, 7, 20, 29):
+            logits, _ = model(tokens[:, i + 1 :], decoder.state())
+            assert relative_error(logits, model(tokens)[0][:, i + 1 :]) < 1e-11
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_at_different_positions(family: str) -> None:
+    model = model_of(family)
+    tokens = torch.randint(0, 61, (3, 60))
+    read = [11, 3, 24]
+    state = gss.ModelState.join([model(tokens[i : i + 1, :n])[1] for i, n in enumerate(read)])
+    untouched = state.map(torch.clone)
+    decoder = Decoder(model, state, block=4)
+    rows = torch.stack([tokens[i, n : n + 30] for i, n in enumerate(read)])
+    logits = torch.stack([decoder.step(rows[:, i]) for i in range(30)], dim=1)
+    for i, n in enumerate(read):
+        assert relative_error(logits[i : i + 1], model(tokens[i : i + 1, : n + 30])[0][:, n:]) < 1e-11
+    after, _ = model(rows[:, :2], decoder.state())
+    alone = torch.cat(
+        [model(torch.cat([tokens[i, : n + 30], rows[i, :2]])[None])[0][:, -2:] for i, n in enumerate(read)]
+    )
+    assert relative_error(after, alone) < 1e-11
+    for layer, copy in zip(state.layers, untouched.layers, strict=True):
+        assert all(torch.equal(layer[name], copy[name]) for name in layer)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32(family: str) -> None:
+    model = gss.build_model(small_config(family))
+    tokens = torch.randint(0, 61, (1, 1500))
+    decoder = Decoder(model, model.initial_state(1))
+    logits = torch.stack([decoder.step(tokens[:, i]) for i in range(1500)], dim=1)
+    assert relative_error(logits, model(tokens)[0]) < 1e-5
+
+
+def test_bad_input() -> None:
+    model = gss.build_model(small_config("gss"))
+    with pytest.raises(ValueError, match="at least 1 token"):
+        Decoder(model, model.initial_state(1), block=0)
+    other = gss.build_model(small_config("gss", depth=3))
+    with pytest.raises(ValueError, match="another model's"):
+        Decoder(model, other.initial_state(1))
