@@ -1,11 +1,14 @@
 """Generation: greedy equals teacher forcing, sampling does what its options say, text comes in whole characters."""
 
+import random
+
 import pytest
 import torch
 
 import gss
 from gss.data import load_tokenizer
-from gss.generate import Sampling, _decoded, _until, choose, generate, read, stream
+from gss.generate import Sampling, _decoded, _until, choose, generate, read, stream, stream_many
+from gss.loading import load_state, save_state
 from tests.conftest import FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)
@@ -33,6 +36,46 @@ def test_goes_on_from_a_state() -> None:
     _, state = read(model, torch.tensor([context]))
     after = list(stream(model, question, max_tokens=10, sampling=GREEDY, state=state))
     assert after == list(stream(model, context + question, max_tokens=10, sampling=GREEDY))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_batches_give_what_each_prompt_gives_alone(family: str) -> None:
+    model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {}))
+    draw = random.Random(0)
+    for _ in range(50):
+        prompts = [[draw.randrange(61) for _ in range(draw.randint(1, 20))] for _ in range(draw.randint(2, 5))]
+        rows = list(stream_many(model, prompts, max_tokens=8, sampling=GREEDY))
+        for row, prompt in enumerate(prompts):
+            assert [tokens[row] for tokens in rows] == list(stream(model, prompt, max_tokens=8, sampling=GREEDY))
+
+
+def test_sampled_rows_draw_from_their_own_seeds() -> None:
+    model = gss.build_model(small_config("gss"))
+    prompts = [[1, 2, 3], [4], [4]]
+    rows = list(stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7]))
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    assert columns == [list(stream(model, p, max_tokens=20, seed=s)) for p, s in zip(prompts, [5, 6, 7], strict=True)]
+    eos = columns[0][3]
+    ended = [row[0] for row in stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7], eos_id=eos)]
+    first = columns[0].index(eos)
+    assert ended[:first] == columns[0][:first]
+    assert set(ended[first:]) <= {None}
+
+
+def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
+    model = gss.build_model(small_config("gss-hybrid"))
+    context = torch.randint(0, 61, (1, 40))
+    _, state = read(model, context)
+    save_state(state, tmp_path / "context.safetensors")
+    kept = load_state(tmp_path / "context.safetensors").select([0, 0])
+    questions = [[5, 6], [7, 8]]
+    answers = list(zip(*stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=kept), strict=True))
+    for question, answer in zip(questions, answers, strict=True):
+        whole = context[0].tolist() + question
+        assert list(answer) == list(stream(model, whole, max_tokens=10, sampling=GREEDY))
+    (tmp_path / "other").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="does not hold a model's state"):
+        load_state(tmp_path / "other")
 
 
 def test_seeds_and_the_end_of_a_document() -> None:

@@ -85,6 +85,65 @@ def read(
 
 
 @torch.no_grad()
+def read_many(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, ModelState]:
+    """Read prompts of any lengths: logits [B, V] after each one's last token, and their states as one batch."""
+    device = model.embedding.weight.device
+    by_length: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(row)
+    parts = [
+        read(model, torch.tensor([list(prompts[row]) for row in rows], dtype=torch.int64, device=device))
+        for rows in by_length.values()
+    ]
+    order = torch.tensor([row for rows in by_length.values() for row in rows]).argsort()
+    logits = torch.cat([logits for logits, _ in parts])[order.to(device)]
+    return logits, ModelState.join([state for _, state in parts]).select(order)
+
+
+@torch.no_grad()
+def stream_many(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    eos_id: int | None = None,
+    state: ModelState | None = None,
+) -> Iterator[list[int | None]]:
+    """The next token of each prompt's continuation, again and again; None for those that have ended.
+
+    Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
+    own seed. With `state` (of as many rows) the prompts are of one length and go on from there.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if not prompts:
+        raise ValueError("there are no prompts: give at least one")
+    sampling = sampling or Sampling()
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(prompts)]
+    device = model.embedding.weight.device
+    if state is None:
+        logits, state = read_many(model, prompts)
+    else:
+        logits, state = read(model, torch.tensor([list(p) for p in prompts], dtype=torch.int64, device=device), state)
+    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    decoder = Decoder(model, state)
+    going = [True] * len(prompts)
+    for produced in range(1, max_tokens + 1):
+        rows = zip(logits.cpu().split(1), seen.split(1), generators, strict=True)
+        tokens = torch.cat([choose(row, sampling, marks, generator) for row, marks, generator in rows])
+        going = [on and token != eos_id for on, token in zip(going, tokens.tolist(), strict=True)]
+        if not any(going):
+            return
+        yield [token if on else None for on, token in zip(going, tokens.tolist(), strict=True)]
+        seen.scatter_(1, tokens.unsqueeze(1), True)
+        if produced < max_tokens:
+            logits = decoder.step(tokens.to(device))
+
+
 def stream(
     model: LanguageModel,
     prompt: Sequence[int],
@@ -96,23 +155,12 @@ def stream(
     state: ModelState | None = None,
 ) -> Iterator[int]:
     """Token ids that go on from a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-    sampling = sampling or Sampling()
-    generator = torch.Generator().manual_seed(seed)
-    device = model.embedding.weight.device
-    logits, state = read(model, torch.as_tensor([list(prompt)], dtype=torch.int64, device=device), state)
-    seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
-    seen[0, list(prompt)] = True
-    decoder = Decoder(model, state)
-    for produced in range(1, max_tokens + 1):
-        token = choose(logits.cpu(), sampling, seen, generator)
-        if token.item() == eos_id:
-            return
-        yield int(token.item())
-        seen[0, token] = True
-        if produced < max_tokens:
-            logits = decoder.step(token.to(device))
+    rows = stream_many(
+        model, [prompt], max_tokens=max_tokens, sampling=sampling, seeds=[seed], eos_id=eos_id, state=state
+    )
+    for (token,) in rows:
+        assert token is not None
+        yield token
 
 
 def stream_text(

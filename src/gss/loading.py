@@ -1,16 +1,35 @@
-"""From a run folder to a model that is ready to use."""
+"""From a run folder to a model that is ready to use; states to files and back."""
 
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from gss.config import ModelConfig, from_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
 from gss.train.checkpoint import load as load_checkpoint
 from gss.train.checkpoint import newest_good, step_of
+
+
+def save_state(state: ModelState, path: str | Path) -> None:
+    """Keep a state in a safetensors file: a long document is read once, and gone on from as often as wanted."""
+    target = Path(path)
+    aside = target.with_name(target.name + ".tmp")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in state.named().items()}, aside)
+    aside.replace(target)
+
+
+def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
+    """A state that `save_state` kept. The model that goes on from it checks that it is its own."""
+    try:
+        return ModelState.from_named(load_file(Path(path))).to(device)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} does not hold a model's state: {error}") from None
 
 
 class Loaded(NamedTuple):

@@ -7,7 +7,7 @@ gradient flows through a carried state. States are values: a layer never changes
 can be kept, branched and batched. Rows of a batch are independent and may be at different positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +119,23 @@ class ModelState:
         """The state with a function applied to every tensor."""
         layers = tuple({name: function(tensor) for name, tensor in layer.items()} for layer in self.layers)
         return ModelState(function(self.position), layers)
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by name, for a file: "position", "layers.0.modes", …"""
+        tensors = {"position": self.position}
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        return tensors
+
+    @staticmethod
+    def from_named(tensors: Mapping[str, Tensor]) -> "ModelState":
+        """The inverse of `named`."""
+        layers: dict[int, LayerState] = {}
+        for name, tensor in tensors.items():
+            if name != "position":
+                _, index, slot = name.split(".", 2)
+                layers.setdefault(int(index), {})[slot] = tensor
+        return ModelState(tensors["position"], tuple(layers[i] for i in range(len(layers))))
 
     def detach(self) -> "ModelState":
         """The same values, cut off from the graph that made them: where truncated back-propagation stops."""
