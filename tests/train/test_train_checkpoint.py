@@ -137,3 +137,58 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, limit: int) -> Non
     assert "make room" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     checkpoint.verify(tmp_path / "step-00000010")
+
+
+# Dies before the n-th file operation of a save that replaces a damaged checkpoint and retires an old one, for every n.
+_DIE_EVERYWHERE = """
+import os, sys
+from pathlib import Path
+import torch
+from gss.train import checkpoint
+
+def save(folder, step):
+    checkpoint.save(folder, step, {"model": {"w": torch.full((5,), step)}}, {"step": step})
+
+def die_before(count, folder):
+    seen = 0
+    def hook(event, arguments):
+        nonlocal seen
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(folder) in str(arguments[0]):
+            seen += 1
+            if seen > count:
+                os._exit(9)
+    sys.addaudithook(hook)
+
+count, deaths = 0, 0
+while True:
+    folder = Path(sys.argv[1]) / str(count)
+    for step in (10, 20, 30):
+        save(folder, step)
+    (folder / "step-00000030" / "trainer.json").write_text("damage")
+    child = os.fork()
+    if child == 0:
+        die_before(count, folder)
+        save(folder, 30)
+        checkpoint.retain(folder, 2, None)
+        os._exit(0)
+    died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    newest, damaged = checkpoint.newest_good(folder)
+    assert newest.name in ("step-00000020", "step-00000030"), (count, newest)
+    assert newest.name == "step-00000030" or died, count
+    checkpoint.clean(folder)
+    for path in checkpoint.checkpoints(folder):
+        if path.name != "step-00000030":
+            checkpoint.verify(path)  # never half-deleted under its name
+    if newest.name == "step-00000020":
+        assert damaged == [] or "trainer.json" in damaged[0], damaged  # the old damage, never a half-written one
+    if died == 0:
+        break
+    count, deaths = count + 1, deaths + 1
+print(deaths)
+"""
+
+
+def test_death_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _DIE_EVERYWHERE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 15
