@@ -112,12 +112,9 @@ class StateCell(nn.Module):
 
     def no_update(self) -> Tensor:
         """Zero, with a gradient of zero for every parameter that only an update uses."""
-        updating = [self.queries, self.hidden, self.output, self.gate]
-        used = [p for module in updating if module is not None for p in module.parameters()] + [
-            self.token_scale,
-            self.scale,
-        ]
-        return torch.stack([parameter.sum() for parameter in used]).sum() * 0
+        modules = [module for module in (self.queries, self.hidden, self.output, self.gate) if module is not None]
+        parameters = [self.scale, self.token_scale, *(p for module in modules for p in module.parameters())]
+        return torch.stack([parameter.sum() for parameter in parameters]).sum() * 0
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.unflatten(-1, (2, self.heads, self.head_width)).unbind(2)
