@@ -13,7 +13,7 @@ from gss.config import from_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
 from gss.train.config import TrainConfig
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, small_config
 from tests.hf.conftest import write_run
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf.export_run(run, tmp_path_factory.mktemp("exported") / "model")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_weights_come_back_bit_equal(family: str, tmp_path: Path) -> None:
     model = gss.build_model(small_config(family, vocab_size=257))
     write_run(tmp_path / "run", model, load_tokenizer("bytes"), step=42)

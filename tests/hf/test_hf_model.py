@@ -8,7 +8,7 @@ import torch
 
 import gss
 from gss.generate import Sampling, stream
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("gss.hf")
@@ -33,7 +33,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, EOS, (length,)).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_loaded_by_the_auto_classes_generates_as_gss_does(family: str, tmp_path: Path) -> None:
     model = build(family)
     model.save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_loaded_by_the_auto_classes_generates_as_gss_does(family: str, tmp_path:
         assert [token for token in produced if token != EOS] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_beams_with_the_cache_are_beams_without(family: str) -> None:
     model = build(family).double()
     batch = left_padded(prompts_of(9, 4))
@@ -63,7 +63,7 @@ def test_beams_with_the_cache_are_beams_without(family: str) -> None:
     assert sampled.shape == (4, 14)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_left_padding_is_each_prompt_alone(family: str) -> None:
     model = build(family)
     prompts = prompts_of(17, 1, 9, 9, 16)
@@ -133,12 +133,16 @@ def test_wrapping_shares_the_weights_and_first_weights_are_ours() -> None:
     assert all(torch.equal(fresh[f"model.{name}"], tensor) for name, tensor in plain.state_dict().items())
 
 
-def test_half_precision_keeps_state_spaces_in_full(tmp_path: Path) -> None:
-    build("gss").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", (*FAMILIES, "slide", "xl"))
+def test_half_precision_keeps_state_spaces_in_full(family: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
     model = hf.GSSForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    kinds = {"state_space" in name: parameter.dtype for name, parameter in model.named_parameters()}
-    assert kinds == {True: torch.float32, False: torch.bfloat16}
-    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape[0] == 1
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "state_space" in name else torch.bfloat16)
+    tokens = torch.randint(0, EOS, (2, 30))
+    cache = model(tokens[:, :20]).past_key_values
+    after = model(tokens[:, 20:], past_key_values=cache).logits.float()
+    assert torch.nn.functional.mse_loss(after, model(tokens).logits[:, 20:].float()) < 1e-3
 
 
 def test_loss_is_the_plain_one() -> None:

@@ -12,7 +12,7 @@ import torch
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, small_config
 
 lm_eval = pytest.importorskip("lm_eval")
 adapter = pytest.importorskip("gss.lm_eval")
@@ -97,7 +97,7 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=argument) for argument in arguments]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("piece", [3, 4096])
 def test_likelihoods_are_those_of_a_plain_forward(family: str, piece: int) -> None:
     model = gss.build_model(small_config(family, vocab_size=257)).double().eval()

@@ -32,10 +32,12 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
     # Also when loaded in half precision.
     _keep_in_fp32_modules_strict = ["state_space"]  # noqa: RUF012
 
-    def __init__(self, config: GSSConfig) -> None:
+    def __init__(self, config: GSSConfig, model: LanguageModel | None = None) -> None:
         super().__init__(config)
-        self.model = build_model(config.model_config())
-        if self.model.embedding.weight.device.type != "meta":
+        self.model = build_model(config.model_config()) if model is None else model
+        if self.model.embedding.weight.device.type == "meta":  # inside from_pretrained, which fills in the weights
+            self._keep_derived()
+        else:
             for module in self.modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]  # our own first weights stay
         self.post_init()
@@ -43,10 +45,17 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: LanguageModel, *, eos_token_id: int | None = None) -> "GSSForCausalLM":
         """A model of ours with the interface of `transformers`; the weights are shared, not copied."""
-        with torch.device("meta"):
-            wrapped = cls(GSSConfig.of(model.config, eos_token_id=eos_token_id))
-        wrapped.model = model
-        return wrapped.train(model.training)
+        return cls(GSSConfig.of(model.config, eos_token_id=eos_token_id), model).train(model.training)
+
+    def _keep_derived(self) -> None:
+        """Compute the buffers that follow from the configuration and are in no file, for `_init_weights` to fill in."""
+        if not any(module._non_persistent_buffers_set for module in self.model.modules()):
+            return
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            whole = build_model(self.model.config)
+        for module, filled in zip(self.model.modules(), whole.modules(), strict=True):
+            names = filled._non_persistent_buffers_set
+            module.derived_buffers = {name: filled.get_buffer(name) for name in names}
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The embedding, which is the head as well."""
@@ -62,6 +71,8 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Called for what a folder lacks, and for the rows of a grown vocabulary."""
+        for name, value in module.__dict__.pop("derived_buffers", {}).items():
+            module.get_buffer(name).copy_(value)
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
         elif any(not getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
