@@ -133,7 +133,7 @@ def test_wrapping_shares_the_weights_and_first_weights_are_ours() -> None:
     assert all(torch.equal(fresh[f"model.{name}"], tensor) for name, tensor in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, "slide", "xl"))
+@pytest.mark.parametrize("family", [*FAMILIES, "slide", "xl"])
 def test_half_precision_keeps_state_spaces_in_full(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
     model = hf.GSSForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
