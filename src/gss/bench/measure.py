@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name")
 
 
-def median_seconds(contestants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def median_seconds(contestants: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
     """Median time of each function, after a warm-up; they take turns, so that noise falls on all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[Name, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, function in contestants.items():
             started = time.perf_counter()

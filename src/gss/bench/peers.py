@@ -4,12 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gss.model import LanguageModel
 from gss.nn.gss import GSSLayer
 
 if TYPE_CHECKING:
+    from gated_state_spaces_pytorch import GatedStateSpacesLM
     from gated_state_spaces_pytorch.gss import GSS
 
 PYPI_GSS = "gated-state-spaces-pytorch"
+_MISSING = f"the peer {PYPI_GSS} is not installed: pip install 'gss-lm[peers]'"
 
 
 def pypi_gss(layer: GSSLayer) -> "GSS":
@@ -20,7 +23,7 @@ def pypi_gss(layer: GSSLayer) -> "GSS":
     try:
         from gated_state_spaces_pytorch.gss import GSS
     except ImportError:
-        raise ValueError(f"the peer {PYPI_GSS} is not installed: pip install 'gss-lm[peers]'") from None
+        raise ValueError(_MISSING) from None
     space = layer.state_space
     if space.log_step is not None or space.config.discretization != "zoh":
         raise ValueError(f"{PYPI_GSS} has the unit step and zero-order hold alone")
@@ -36,6 +39,23 @@ def pypi_gss(layer: GSSLayer) -> "GSS":
         for theirs, ours in paired_parameters(peer, layer):
             theirs.copy_(ours)
     return peer
+
+
+def pypi_gss_model(model: LanguageModel) -> "GatedStateSpacesLM":
+    """PyPI's language model with the sizes of ours and weights of its own: it has no last norm, its head is untied."""
+    try:
+        from gated_state_spaces_pytorch import GatedStateSpacesLM
+    except ImportError:
+        raise ValueError(_MISSING) from None
+    config = model.config
+    return GatedStateSpacesLM(
+        num_tokens=config.vocab_size,
+        dim=config.width,
+        depth=config.depth,
+        dim_expansion_factor=config.gate_width / config.width,
+        dss_kernel_N=config.state_space.modes,
+        dss_kernel_H=config.channels,
+    ).eval()
 
 
 def paired_parameters(peer: "GSS", layer: GSSLayer) -> list[tuple[Any, Any]]:

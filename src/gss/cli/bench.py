@@ -97,6 +97,33 @@ def data(
     console.print(table)
 
 
+@bench.command()
+def decode(
+    size: Annotated[str, typer.Option(help="Which presets: tiny or small.")] = "small",
+    peer: Annotated[bool, typer.Option(help="Measure PyPI's gated-state-spaces-pytorch, which recomputes.")] = False,
+    long: Annotated[int, typer.Option(min=1, help="The longest context; reading it takes most of the time.")] = 65_536,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of 64 tokens; the median counts.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time decoding a token after contexts of several lengths, beside a Transformer with a cache, on the CPU."""
+    from gss.bench.decode import bench_decode
+
+    console = Console(stderr=as_json)
+    with console.status("warming up") as status:
+        rows = bench_decode(size=size, peer=peer, long_context=long, rounds=rounds, report=status.update)
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    table = Table(title="A token, batch 1, float32, CPU")
+    for column in ("model", "context", "ms", "tokens/s", "× shortest", "state MiB"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for row in rows:
+        state = f"{row.state_bytes / 2**20:,.1f}" if row.state_bytes else "–"
+        figures = (f"{row.seconds * 1e3:.2f}", f"{1 / row.seconds:,.1f}", f"{row.times_as_long:.2f}", state)
+        table.add_row(row.name, f"{row.context:,}", *figures)
+    console.print(table)
+
+
 def _shape(text: str) -> tuple[int, int]:
     batch, _, length = text.partition("x")
     if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):

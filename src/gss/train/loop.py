@@ -151,17 +151,20 @@ class _Run:
     def _between_steps(self, last: bool) -> None:
         config, step = self.config, self.step
         report = config.report
-        if last or step % report.log_every == 0:
-            self._log(show=True)
         evaluate = report.evaluate_every and (step % report.evaluate_every == 0 or step == config.steps)
         sample = report.sample_every and (step % report.sample_every == 0 or step == config.steps)
+        save = last or step % config.checkpoint.every == 0
+        show = last or step % report.log_every == 0
+        if show or evaluate or sample or save:
+            self._log(show)
         if evaluate:
             self._evaluate()
         if sample:
             self._sample()
-        if last or step % config.checkpoint.every == 0:
+        if save:
             self._save()
-        self._clock = time.perf_counter() if evaluate or sample or self._saved_at == step else self._clock
+        if evaluate or sample or save:
+            self._clock = time.perf_counter()  # what they took is not the steps' time
 
     def _resume(self, allow: set[str]) -> None:
         """Load the newest good checkpoint if there is any; refuse to go on as another run."""
@@ -275,7 +278,6 @@ class _Run:
         """Write a checkpoint unless this step has one; results up to here have been read and are finite."""
         if self._saved_at == self.step:
             return
-        self._log(show=False)
         tensors, scalars = snapshot.take(self.stepper)
         error: Exception | None = None
         if self.world.leads:

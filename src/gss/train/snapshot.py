@@ -36,7 +36,7 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
                 scalars.setdefault(name, {})[key] = float(value)
     if stepper.lanes is not None:
         groups[LANES] = {}
-        for name, tensor in _named(stepper.lanes).items():
+        for name, tensor in stepper.lanes.named().items():
             _put(groups[LANES], name, stepper.world.gather_rows(tensor))
     return groups, scalars
 
@@ -58,7 +58,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
             raise ValueError("the checkpoint holds no carried states: it was not trained in lanes")
         first, count = stepper.first_row, stepper.lanes.batch
         rows = {name: tensor[first : first + count] for name, tensor in groups[LANES].items()}
-        stepper.lanes = _unnamed(rows, len(stepper.lanes.layers)).to(stepper.world.device)
+        stepper.lanes = ModelState.from_named(rows).to(stepper.world.device)
         stepper.model.check_state(stepper.lanes, count)
 
 
@@ -80,19 +80,3 @@ def _restore_model(stepper: Stepper, tensors: Mapping[str, Tensor]) -> None:
 def _put(group: dict[str, Tensor], name: str, tensor: Tensor | None) -> None:
     if tensor is not None:
         group[name] = tensor
-
-
-def _named(state: ModelState) -> dict[str, Tensor]:
-    tensors = {"position": state.position}
-    for i, layer in enumerate(state.layers):
-        tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.items()}
-    return tensors
-
-
-def _unnamed(tensors: Mapping[str, Tensor], depth: int) -> ModelState:
-    layers: list[dict[str, Tensor]] = [{} for _ in range(depth)]
-    for name, tensor in tensors.items():
-        if name != "position":
-            _, index, slot = name.split(".", 2)
-            layers[int(index)][slot] = tensor
-    return ModelState(tensors["position"], tuple(layers))
