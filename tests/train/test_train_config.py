@@ -19,17 +19,18 @@ PAPER_RUNS = {
     **{("arxiv", name): (128, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
     **{("github", name): (256, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
 }
+BLOCK_RECURRENT = ("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip", "slide", "xl")
 SMALL_RUNS = {"tiny": ["gss-tiny", "gss-hybrid-tiny"], "small": ["gss-small"]}
 
 
 def test_every_file_is_covered_here() -> None:
     files = {path.stem for path in CONFIGS.iterdir()}
-    assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys()
+    assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys() | {"block-recurrent"}
 
 
 def test_every_preset_of_the_paper_has_a_run() -> None:
     stated = {name for name, entry in PRESETS.items() if entry.paper_parameters is not None}
-    assert stated <= {name for _, name in PAPER_RUNS}
+    assert stated <= {name for _, name in PAPER_RUNS} | set(BLOCK_RECURRENT)
 
 
 @pytest.mark.parametrize(("file", "name"), PAPER_RUNS)
@@ -43,6 +44,26 @@ def test_the_papers_runs(file: str, name: str) -> None:
     assert optimizer.learning_rate in (0.0064, 0.0032, 0.0016, 0.0008)
     assert (optimizer.warmup_steps, optimizer.final_learning_rate) == (1000, 1e-6)
     assert (optimizer.state_space_learning_rate, optimizer.weight_decay, optimizer.clip_norm) == (1e-3, 0.1, 1.0)
+
+
+@pytest.mark.parametrize("name", BLOCK_RECURRENT)
+def test_block_recurrent_runs(name: str) -> None:
+    config = resolve(name, CONFIGS / "block-recurrent.toml")
+    assert config.model == preset(name)
+    assert (config.batching, config.length, config.steps * config.batch_tokens) == ("lanes", 4096, 125_000 << 19)
+    assert config.length % config.model.attention.window == 0
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.warmup_steps, optimizer.weight_decay) == ("adafactor", 1000, 0.0)
+    assert (optimizer.learning_rate, optimizer.final_learning_rate) == (0.01, 0.001)
+
+
+def test_a_setting_that_is_new_does_not_stop_an_old_run() -> None:
+    config = resolve("gss-tiny")
+    old = to_mapping(config)
+    del old["optimizer"]["schedule"], old["model"]["dropout"], old["model"]["recurrent"]
+    assert differences(old, config) == {}
+    other = resolve("gss-tiny", None, ["optimizer.schedule=inverse_sqrt"])
+    assert differences(old, other) == {"optimizer.schedule": ("cosine", "inverse_sqrt")}
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SMALL_RUNS.items() for name in names])
@@ -87,7 +108,8 @@ def test_goes_out_and_comes_back() -> None:
         (["batching=rows"], "batching cannot be 'rows'; choose from: segments, lanes, packed"),
         (["parallel=fsdp"], "choose from: ddp, fsdp2"),
         (["precision=fp8"], "choose from: auto, fp32, bf16"),
-        (["optimizer.name=sgd"], "choose from: adamw"),
+        (["optimizer.name=sgd"], "choose from: adamw, adafactor"),
+        (["optimizer.schedule=linear"], "optimizer.schedule cannot be 'linear'; choose from: cosine, inverse_sqrt"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate must be over 0"),
         (["optimizer.learning_rate=-1e-3"], "optimizer.learning_rate must be over 0"),
         (["optimizer.betas=[0.9, 1.0]"], "betas"),

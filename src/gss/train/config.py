@@ -18,12 +18,15 @@ from gss.presets import preset
 class OptimizerConfig:
     """The optimizer, its groups' rates and the schedule. Defaults are the paper's."""
 
-    name: Literal["adamw"] = "adamw"
-    """Which optimizer."""
+    name: Literal["adamw", "adafactor"] = "adamw"
+    """AdamW (the paper's), or Adafactor, which the Block-Recurrent Transformers were trained with: there rates are
+    relative to each parameter's own size."""
     learning_rate: float = 1.6e-3
     """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
+    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    """After the warm-up: a cosine to the final rate at the last step, or as 1/√step, never under the final rate."""
     final_learning_rate: float = 1e-6
-    """Where the cosine ends, at the last step."""
+    """Where the schedule ends."""
     warmup_steps: int = 1000
     """Steps of linear warm-up; 0 for none."""
     state_space_learning_rate: float = 1e-3
@@ -31,15 +34,18 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """Adam's averages. The paper says Adam; 0.98 is what the example it takes its other numbers from uses."""
+    """Adam's averages. The paper says Adam; 0.98 is what the example it takes its other numbers from uses.
+    Adafactor takes the first as its momentum, 0 for none; its other average has no setting."""
     epsilon: float = 1e-8
     """Adam's guard against a zero denominator."""
     clip_norm: float = 1.0
     """Largest norm of all gradients together."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("adamw",):
-            raise ValueError(f"optimizer.name cannot be {self.name!r}; choose from: adamw")
+        for name, choices in (("name", ("adamw", "adafactor")), ("schedule", ("cosine", "inverse_sqrt"))):
+            if getattr(self, name) not in choices:
+                given = getattr(self, name)
+                raise ValueError(f"optimizer.{name} cannot be {given!r}; choose from: {', '.join(choices)}")
         for name in ("learning_rate", "state_space_learning_rate", "epsilon", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optimizer.{name} must be over 0, not {getattr(self, name)!r}")
@@ -215,8 +221,11 @@ def resolve(
 
 
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """What a continued run would change of the result: dotted name → (before, after). `before` is plain data."""
-    old, new = _flat(before), _flat(to_mapping(after))
+    """What a continued run would change of the result: dotted name → (before, after). `before` is plain data.
+
+    A setting that did not exist then has the default that what was there amounts to.
+    """
+    old, new = _flat(to_mapping(TrainConfig())) | _flat(before), _flat(to_mapping(after))
     return {
         name: (old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())

@@ -1,4 +1,4 @@
-"""The paper's optimizer: which parameter gets which rate and decay, the schedule, and the clipping.
+"""The optimizers: which parameter gets which rate and decay, the schedule, and the clipping.
 
 Three groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
 push time constants towards one token. Norm scales and biases follow the schedule without decay. Matrices follow
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gss.nn.state_space import DiagonalStateSpace
+from gss.train.adafactor import Adafactor
 from gss.train.config import OptimizerConfig
 
 STATE_SPACE, DECAYED, UNDECAYED = "state_space", "decayed", "undecayed"
@@ -60,7 +61,14 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.epsilon, fused=True)
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
+def _adafactor(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Adafactor(groups, momentum=config.betas[0])
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adafactor": _adafactor,
+}
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -69,9 +77,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The scheduled rate of a step (counted from 0): linear warm-up to the base rate, cosine to the final one."""
+    """The scheduled rate of a step (counted from 0): linear warm-up to the base rate, then down to the final one."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "inverse_sqrt":
+        decayed = config.learning_rate * math.sqrt(max(1, config.warmup_steps) / (step + 1))
+        return max(config.final_learning_rate, decayed)
     progress = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
     span = config.learning_rate - config.final_learning_rate
     return config.final_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))

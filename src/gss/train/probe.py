@@ -37,14 +37,19 @@ def validation_losses(
 
 
 def sample(model: LanguageModel, training: Dataset, config: TrainConfig) -> str:
-    """The prompt and a text that goes on from it."""
+    """The prompt and a text that goes on from it, made without dropout."""
     report = config.report
-    text = generate(
-        model,
-        training.tokenizer(),
-        report.sample_prompt,
-        max_tokens=report.sample_tokens,
-        sampling=_SAMPLING,
-        seed=config.seed,
-    )
+    learning = model.training
+    model.eval()
+    try:
+        text = generate(
+            model,
+            training.tokenizer(),
+            report.sample_prompt,
+            max_tokens=report.sample_tokens,
+            sampling=_SAMPLING,
+            seed=config.seed,
+        )
+    finally:
+        model.train(learning)
     return report.sample_prompt + text
