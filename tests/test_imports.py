@@ -12,6 +12,7 @@ SOURCE = Path(gss.__file__).parent
 ALLOWED = {
     "config": set(),
     "presets": {"config"},
+    "paper": set(),
     "ops": {"ops"},
     "nn": {"nn", "ops", "config"},
     "model": {"nn", "config"},

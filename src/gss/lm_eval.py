@@ -62,7 +62,7 @@ class GSSLM(TemplateLM):
         if run is not None and model is None and tokenizer is None:
             # The command names cuda:0 whether there is one or not.
             named = device if device is not None and torch.cuda.is_available() else "cpu"
-            model, tokenizer, _ = load(run, step=step, device=named)
+            model, tokenizer, *_ = load(run, step=step, device=named)
         elif run is not None or model is None or tokenizer is None:
             raise ValueError("give either a run folder (run=runs/books) or both a model and its tokenizer")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:

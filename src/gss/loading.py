@@ -39,12 +39,14 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     step: int
     """Of the checkpoint that the weights are from."""
+    preset: str
+    """Name of the preset that the model started from."""
 
 
 def load(run: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Loaded:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
 
-    >>> model, tokenizer, step = gss.load("runs/books")
+    >>> model, tokenizer, *_ = gss.load("runs/books")
     """
     folder = Path(run)
     if not (folder / "config.json").is_file():
@@ -61,4 +63,4 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
             raise ValueError(f"{folder} has no checkpoint of step {step}: see {checkpoints}")
     model = build_model(from_mapping(ModelConfig, config["model"]))
     model.load_state_dict(load_checkpoint(path).tensors["model"])
-    return Loaded(model.to(device).eval(), load_tokenizer(folder / "tokenizer"), step_of(path))
+    return Loaded(model.to(device).eval(), load_tokenizer(folder / "tokenizer"), step_of(path), config["preset"])

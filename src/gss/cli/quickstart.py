@@ -63,7 +63,7 @@ def quickstart_command(
     Console(width=max(console.width, 110), highlight=False).print(table)
     for name, result in results.items():
         console.print(f"{name}: {result.rows[-1].loss:.3f} nats a byte")
-    model, tokenizer, _ = load(folders[PRESETS[0]])
+    model, tokenizer, *_ = load(folders[PRESETS[0]])
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
     text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.7))
     console.print(escape(PROMPT + text))

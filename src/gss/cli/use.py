@@ -46,6 +46,7 @@ def evaluate_command(
     from gss.data import open_dataset, require_same
     from gss.evaluate import evaluate
     from gss.loading import load
+    from gss.paper import PERPLEXITY
 
     wanted: list[int | None] = [*_whole_numbers(lengths)]
     loaded = load(run, step=step, device=_device(device))
@@ -72,7 +73,11 @@ def evaluate_command(
         facts = {"run": str(run), "step": loaded.step, "data": dataset.hash, "split": split}
         print(json.dumps({**facts, "documents": result.documents, "rows": rows}, indent=2))
     else:
-        Console().print(length_table({f"step {loaded.step:,}": result}, f"{run} on {split}"))
+        table = length_table({f"step {loaded.step:,}": result}, f"{run} on {split}")
+        for corpus, scores in PERPLEXITY.get(loaded.preset, {}).items():
+            columns = [f"{scores[row.length]:.2f}" if row.length in scores else "" for row in result.rows]
+            table.add_row(f"paper, {corpus}", *columns, style="dim")
+        Console().print(table)
 
 
 def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
@@ -81,20 +86,18 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
 
     first = next(iter(results.values()))
     table = Table(title=f"{title}: {first.tokens:,} tokens of {first.documents} documents")
-    table.add_column("perplexity at")
+    table.add_column("perplexity at", no_wrap=True)
     for row in first.rows:
-        table.add_column("whole documents" if row.length is None else f"{row.length:,}", justify="right")
-    for column in ("± loss", "words", "bits a byte"):
-        table.add_column(column, justify="right")
+        table.add_column("whole" if row.length is None else f"{row.length:,}", justify="right", no_wrap=True)
+    for column in ("± loss", "a word", "bits/byte"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         last = result.rows[-1]
         scores = [f"{row.perplexity:.3f}" for row in result.rows]
         table.add_row(
             name, *scores, f"{last.standard_error:.3f}", f"{last.word_perplexity:,.1f}", f"{last.bits_per_byte:.3f}"
         )
-    table.caption = (
-        "± is the standard error of the loss over documents; words: perplexity a word. Last columns: longest."
-    )
+    table.caption = "±: standard error of the loss over documents. The last three columns are of the longest length."
     return table
 
 
@@ -125,7 +128,7 @@ def generate_command(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     text = _standard_input() if prompt == "-" else prompt
-    model, tokenizer, _ = load(run, step=step, device=_device(device))
+    model, tokenizer, *_ = load(run, step=step, device=_device(device))
     for number in range(samples):
         print(text, end="", flush=True)
         started, produced = time.perf_counter(), 0
@@ -142,9 +145,12 @@ def generate_command(
 
 def _standard_input() -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+    if not text:
+        raise ValueError("standard input is empty: pipe a prompt in, or leave --prompt out to start a new document")
+    return text
 
 
 def _whole_numbers(text: str) -> list[int]:

@@ -31,7 +31,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
     folder, target = Path(run), Path(out)
     _require_room(target)
-    model, tokenizer, step = load(folder, step=step)
+    model, tokenizer, step, _ = load(folder, step=step)
     settings, data = _read(folder / "config.json"), _read(folder / "data.json")
     if data:
         data.pop("folder", None)  # a path of the machine that trained

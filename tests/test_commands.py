@@ -1,0 +1,134 @@
+"""`gss eval` and `gss generate` on a run folder, as a user calls them."""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from typer.testing import CliRunner
+
+import gss
+from gss.cli import app
+from gss.data import load_tokenizer, prepare
+from gss.train import resolve, train
+
+SMALL = [
+    "model.width=16",
+    "model.depth=2",
+    "model.gate_width=24",
+    "model.channels=4",
+    "model.state_space.modes=4",
+    "steps=3",
+    "length=64",
+    "batch_tokens=128",
+    "device=cpu",
+    "report.evaluate_every=0",
+    "report.sample_every=0",
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A prepared corpus and a run on it."""
+    root = tmp_path_factory.mktemp("commands")
+    text = root / "text"
+    text.mkdir()
+    for number in range(12):
+        (text / f"{number}.txt").write_text(f"the {number}th of the documents says little. " * 40, encoding="utf-8")
+    prepare([str(text)], root / "data", load_tokenizer("bytes"), valid=0.3, workers=1)
+    train(resolve("gss-tiny", None, SMALL, 257), root / "data", root / "run", quiet=True)
+    return root / "data", root / "run"
+
+
+def call(*arguments: object, **options: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)  # type: ignore[arg-type]
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = folders
+    printed = call(
+        "eval", run, "--data", data, "--lengths", "64,512", "--carry-state", "--json", "--csv", tmp_path / "rows.csv"
+    )
+    facts = json.loads(printed)
+    assert facts["step"] == 3
+    assert [row["length"] for row in facts["rows"]] == [64, 512, None]
+    assert len({row["tokens"] for row in facts["rows"]}) == 1
+    assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in facts["rows"])
+    written = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [float(row["loss"]) for row in written] == [row["loss"] for row in facts["rows"]]
+    table = call("eval", run, "--data", data, "--lengths", "64,512", "--max-tokens", "1000")
+    assert f"{1000:,} tokens" in table
+    assert "512" in table
+
+
+def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = folders
+    config = json.loads((run / "config.json").read_text())
+    named = tmp_path / "named"
+    named.mkdir()
+    for item in run.iterdir():
+        if item.name != "config.json":
+            (named / item.name).symlink_to(item)
+    (named / "config.json").write_text(json.dumps({**config, "preset": "gss"}))
+    table = call("eval", named, "--data", data, "--lengths", "64,512")
+    assert "paper, PG-19" in table
+    assert "14.01" in table
+
+
+def test_eval_refuses_another_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    _, run = folders
+    words = Tokenizer(WordLevel({"some": 0, "words": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    for split in ("train", "valid"):
+        (tmp_path / "text" / split).mkdir(parents=True)
+        (tmp_path / "text" / split / "one.txt").write_text(f"some {split} words " * 100)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", eos="</s>")
+    prepare([str(tmp_path / "text")], tmp_path / "data", tokenizer, workers=1)
+    with pytest.raises(ValueError, match="vocabulary"):
+        call("eval", run, "--data", tmp_path / "data", "--lengths", "64")
+
+
+def test_generate(folders: tuple[Path, Path]) -> None:
+    _, run = folders
+    first = call("generate", run, "--prompt", "the ", "--tokens", 30, "--seed", 4)
+    assert first.startswith("the ")
+    assert first == call("generate", run, "--prompt", "-", "--tokens", 30, "--seed", 4, input=b"the ")
+    both = call("generate", run, "--prompt", "the ", "--tokens", 30, "--seed", 3, "--samples", 2)
+    assert both.endswith(first)
+
+
+def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = folders
+    with pytest.raises(ValueError, match="temperature must be at least 0"):
+        call("generate", run, "--temperature=-1")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        call("generate", run, "--prompt", "-", input=b"\xff\xfe")
+    with pytest.raises(ValueError, match="standard input is empty"):
+        call("generate", run, "--prompt", "-", input=b"")
+    with pytest.raises(ValueError, match="not a run folder"):
+        call("generate", tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint of step 9"):
+        call("generate", run, "--step", 9)
+    with pytest.raises(ValueError, match="not a list of lengths"):
+        call("eval", run, "--data", data, "--lengths", "64,x")
+    with pytest.raises(ValueError, match="no document is as long"):
+        call("eval", run, "--data", data, "--lengths", "100000")
+
+
+def test_a_damaged_checkpoint_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folders[1], run)
+    weights = run / "checkpoints" / "step-00000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"no checkpoint that can be read\..*is damaged"):
+        gss.load(run)
