@@ -103,18 +103,17 @@ class RecurrentStack(SequenceLayer):
 
     def _moved_on(self, vectors: Tensor, memory: Memory, windows: Windows, part: slice, cache: "_Cache") -> Tensor:
         """The vectors after a window, in the rows that have read all of it."""
-        filled = windows.filled(part)
-        if filled is False:
+        filled, previous = windows.filled(part), windows.has_previous(part)
+        if not isinstance(filled, Tensor) and not filled:
             return vectors
         keys, values = cache.latest
-        previous = windows.has_previous(part)
         seen = None
-        if previous is False:
-            keys, values = keys[:, self.window :], values[:, self.window :]
-        elif previous is not True:
+        if isinstance(previous, Tensor):
             own = torch.arange(2 * self.window, device=keys.device) >= self.window
             seen = previous.unsqueeze(1) | own
-        if filled is True:
+        elif not previous:
+            keys, values = keys[:, self.window :], values[:, self.window :]
+        if not isinstance(filled, Tensor):
             return self.cell.update(vectors, memory, keys, values, seen)
         rows = filled.nonzero().squeeze(1)
         if not len(rows):

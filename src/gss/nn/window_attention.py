@@ -93,14 +93,12 @@ class WindowAttention(nn.Module):
 
     def in_window(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, previous: bool | Tensor) -> Tensor:
         """Queries [B, Q, h, d] of one window over [B, W + slots, h, d]: the window before, if any, and its own."""
-        if previous is False:
-            return self._with_sink(queries, keys[:, self.window :], values[:, self.window :], bias[..., self.window :])
-        attended = self._with_sink(queries, keys, values, bias)
-        if previous is True:
-            return attended
-        # A mask a row would take a bias a row; a second pass over half of the keys is less.
-        alone = self.in_window(queries, keys, values, bias, previous=False)
-        return torch.where(previous[:, None, None, None], attended, alone)
+        if isinstance(previous, Tensor):
+            # A mask a row would take a bias a row; a second pass over half of the keys is less.
+            attended, alone = (self.in_window(queries, keys, values, bias, choice) for choice in (True, False))
+            return torch.where(previous[:, None, None, None], attended, alone)
+        first = 0 if previous else self.window
+        return self._with_sink(queries, keys[:, first:], values[:, first:], bias[..., first:])
 
     def in_windows(self, queries: Tensor, keys: Tensor, values: Tensor, windows: Windows) -> Tensor:
         """Queries [B, slots, h, d] of all windows at once (or single tokens [B, 1, h, d]) over [B, W + slots, h, d]."""
