@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -94,9 +95,8 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
     for name, result in results.items():
         last = result.rows[-1]
         scores = [f"{row.perplexity:.3f}" for row in result.rows]
-        table.add_row(
-            name, *scores, f"{last.standard_error:.3f}", f"{last.word_perplexity:,.1f}", f"{last.bits_per_byte:.3f}"
-        )
+        error = "–" if math.isnan(last.standard_error) else f"{last.standard_error:.3f}"
+        table.add_row(name, *scores, error, f"{last.word_perplexity:.4g}", f"{last.bits_per_byte:.3f}")
     table.caption = "±: standard error of the loss over documents. The last three columns are of the longest length."
     return table
 
