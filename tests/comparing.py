@@ -1,7 +1,9 @@
-"""How close two tensors are, in one place."""
+"""Running a model in pieces, and how close two tensors are, in one place."""
 
 import torch
 from torch import Tensor
+
+from gss.model import LanguageModel
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -12,3 +14,16 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     )
     error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
     return float("inf") if torch.isnan(error) else error.item()
+
+
+def run(model: LanguageModel, tokens: Tensor, sizes: list[int]) -> dict[str, Tensor]:
+    """Logits, and the gradient of a fixed random function of them for every parameter, from pieces of these sizes."""
+    state, logits = None, []
+    for piece in tokens.split(sizes, dim=1):
+        output, state = model(piece, state)
+        logits.append(output)
+    whole = torch.cat(logits, dim=1)
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad((whole * weights.to(whole)).sum(), list(parameters.values()))
+    return {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}

@@ -9,24 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gss
-from tests.comparing import relative_error
+from tests.comparing import relative_error, run
 from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
 
 LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-
-
-def run(model: gss.LanguageModel, tokens: torch.Tensor, sizes: list[int]) -> dict[str, torch.Tensor]:
-    """Logits, and the gradient of a fixed random function of them for every parameter, from pieces of these sizes."""
-    state, logits = None, []
-    for piece in tokens.split(sizes, dim=1):
-        output, state = model(piece, state)
-        logits.append(output)
-    whole = torch.cat(logits, dim=1)
-    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad((whole * weights.to(whole.dtype)).sum(), list(parameters.values()))
-    return {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:

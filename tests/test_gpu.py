@@ -6,7 +6,7 @@ import torch
 import gss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops.kernel import kernel
-from tests.comparing import relative_error
+from tests.comparing import relative_error, run
 from tests.conftest import FAMILIES, small_config
 
 pytestmark = [
@@ -15,27 +15,15 @@ pytestmark = [
 ]
 
 
-def passes(model: gss.LanguageModel, tokens: torch.Tensor, sizes: list[int]) -> dict[str, torch.Tensor]:
-    state, logits = None, []
-    for piece in tokens.split(sizes, dim=1):
-        output, state = model(piece, state)
-        logits.append(output)
-    whole = torch.cat(logits, dim=1)
-    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(whole)
-    names = dict(model.named_parameters())
-    gradients = torch.autograd.grad((whole * weights).sum(), list(names.values()))
-    return {name: t.detach().cpu() for name, t in zip(["logits", *names], [whole, *gradients], strict=True)}
-
-
 @pytest.mark.parametrize("sizes", [[1], [513], [1021], [700, 321], [1, 2, 510, 8]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_on_the_device_against_float64_on_the_cpu(family: str, sizes: list[int]) -> None:
     model = gss.build_model(small_config(family))
     tokens = torch.randint(0, 61, (2, sum(sizes)))
-    on_device = passes(model.cuda(), tokens.cuda(), sizes)
-    expected = passes(model.cpu().double(), tokens, [sum(sizes)])
+    on_device = run(model.cuda(), tokens.cuda(), sizes)
+    expected = run(model.cpu().double(), tokens, [sum(sizes)])
     for name, reference in expected.items():
-        assert relative_error(on_device[name], reference) < 2e-4, name
+        assert relative_error(on_device[name].cpu(), reference) < 2e-4, name
 
 
 def test_kernel_at_65536_on_the_device() -> None:
