@@ -135,6 +135,18 @@ def test_gradients_reach_the_learned_start(family: str) -> None:
     assert relative_error(from_value, from_none) < 1e-12
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", WINDOW_FAMILIES)
+def test_a_state_does_not_change_with_the_parameters(family: str) -> None:
+    model = gss.build_model(small_config(family)).double()
+    _, state = model(torch.randint(0, 61, (2, 5)))
+    copies = state.map(torch.clone)
+    for parameter in model.parameters():
+        parameter.add_(1)
+    for layer, copy in zip(state.layers, copies.layers, strict=True):
+        assert all(torch.equal(layer[name], copy[name]) for name in layer)
+
+
 @pytest.mark.parametrize("family", WINDOW_FAMILIES)
 def test_a_short_piece_has_a_gradient_for_every_parameter(family: str) -> None:
     """Data-parallel training waits for all of them, also where no window ends."""

@@ -98,7 +98,7 @@ class RecurrentStack(SequenceLayer):
         """The vectors that the first window comes in with, [B, S, E]: learned ones where nothing was read."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
         if state is None:
-            return learned
+            return learned.clone()  # a state is a value: it must not change with the parameter
         return torch.where((state["length"] == 0)[:, None, None], learned, state["vectors"])
 
     def _moved_on(self, vectors: Tensor, memory: Memory, windows: Windows, part: slice, cache: "_Cache") -> Tensor:
