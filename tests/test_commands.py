@@ -65,7 +65,7 @@ def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
     written = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [float(row["loss"]) for row in written] == [row["loss"] for row in facts["rows"]]
     table = call("eval", run, "--data", data, "--lengths", "64,512", "--max-tokens", "1000")
-    assert f"{1000:,} tokens" in table
+    assert "1,000 tokens of" in " ".join(table.split())
     assert "512" in table
 
 

@@ -39,8 +39,8 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     step: int
     """Of the checkpoint that the weights are from."""
-    preset: str
-    """Name of the preset that the model started from."""
+    preset: str | None
+    """Name of the preset that the model started from; None where that is not known."""
 
 
 def load(run: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Loaded:
@@ -63,4 +63,4 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
             raise ValueError(f"{folder} has no checkpoint of step {step}: see {checkpoints}")
     model = build_model(from_mapping(ModelConfig, config["model"]))
     model.load_state_dict(load_checkpoint(path).tensors["model"])
-    return Loaded(model.to(device).eval(), load_tokenizer(folder / "tokenizer"), step_of(path), config["preset"])
+    return Loaded(model.to(device).eval(), load_tokenizer(folder / "tokenizer"), step_of(path), config.get("preset"))

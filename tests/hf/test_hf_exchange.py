@@ -61,7 +61,7 @@ def test_what_an_export_holds(exported: Path, run: Path) -> None:
 
 
 def test_text_is_that_of_gss_generate(exported: Path, run: Path) -> None:
-    model, tokenizer, _ = gss.load(run)
+    model, tokenizer, *_ = gss.load(run)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
     words = transformers.AutoTokenizer.from_pretrained(exported)
     inputs = words(PROMPTS, return_tensors="pt", padding=True)
@@ -76,7 +76,7 @@ def test_text_is_that_of_gss_generate(exported: Path, run: Path) -> None:
 
 
 def test_pipeline(exported: Path, run: Path) -> None:
-    model, tokenizer, _ = gss.load(run)
+    model, tokenizer, *_ = gss.load(run)
     pipe = transformers.pipeline("text-generation", model=str(exported), device="cpu")
     options = {"max_new_tokens": 15, "do_sample": False, "return_full_text": False}
     expected = [generate(model, tokenizer, prompt, max_tokens=15, sampling=GREEDY) for prompt in PROMPTS]

@@ -75,7 +75,7 @@ def evaluate_command(
         print(json.dumps({**facts, "documents": result.documents, "rows": rows}, indent=2))
     else:
         table = length_table({f"step {loaded.step:,}": result}, f"{run} on {split}")
-        for corpus, scores in PERPLEXITY.get(loaded.preset, {}).items():
+        for corpus, scores in PERPLEXITY.get(loaded.preset or "", {}).items():
             columns = [f"{scores[row.length]:.2f}" if row.length in scores else "" for row in result.rows]
             table.add_row(f"paper, {corpus}", *columns, style="dim")
         Console().print(table)

@@ -147,6 +147,21 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Every process holds all parameters meanwhile: for decoding, which uses them outside of any forward."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.set_reshard_after_forward(module is not model, recurse=False)  # FSDP2's own default
+            module.reshard()
+
+
+@contextlib.contextmanager
 def gradients_synced(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
     """Exchange gradients in the backward of a step's last micro-batch only; before it they add up locally."""
     if isinstance(model, FSDPModule):

@@ -21,7 +21,7 @@ from gss.data.manifest import verify_files
 from gss.model import build_model
 from gss.train import checkpoint, probe, snapshot
 from gss.train.config import TrainConfig, differences
-from gss.train.distributed import World, joined, reshard
+from gss.train.distributed import World, gathered, joined, reshard
 from gss.train.folder import RunFolder, data_facts
 from gss.train.interrupt import Interrupt
 from gss.train.progress import Progress, matmul_rate, perplexity
@@ -268,8 +268,8 @@ class _Run:
             )
 
     def _sample(self) -> None:
-        text = probe.sample(self.stepper.model, self.dataset, self.config)
-        reshard(self.stepper.model)
+        with gathered(self.stepper.model):
+            text = probe.sample(self.stepper.model, self.dataset, self.config)
         if self.world.leads:
             self.folder.write_sample(self.step, text)
         self.progress.note(f"step {self.step:,} · sample:\n{text}")
