@@ -13,7 +13,7 @@ import gss
 from gss.data import Dataset, dataset_from_arrays
 from gss.evaluate import evaluate, windows
 from tests.comparing import relative_error
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, small_config
 
 EOS = 60
 
@@ -48,7 +48,7 @@ def plain_losses(model: gss.LanguageModel, dataset: Dataset, length: int | None)
     return result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("length", [1, 7, 32, 65, None])
 def test_agrees_with_a_plain_loop(family: str, length: int | None, dataset: Dataset) -> None:
     model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
@@ -91,7 +91,7 @@ def test_a_limit_cuts_the_same_targets_for_every_length(dataset: Dataset) -> Non
     assert result.rows[0].loss * 100 == pytest.approx(sum(expected[0]) + sum(expected[1][:9]))  # 91 with its eos
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_carried_documents_equal_whole_forwards_in_float32(family: str) -> None:
     tokens = torch.randint(0, EOS, (1500,))
     dataset = dataset_from_arrays([tokens.tolist()], vocab_size=61, eos_id=EOS)

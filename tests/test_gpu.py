@@ -7,7 +7,7 @@ import gss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops.kernel import kernel
 from tests.comparing import relative_error, run
-from tests.conftest import FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, small_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("sizes", [[1], [513], [1021], [700, 321], [1, 2, 510, 8]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_float32_on_the_device_against_float64_on_the_cpu(family: str, sizes: list[int]) -> None:
     model = gss.build_model(small_config(family))
     tokens = torch.randint(0, 61, (2, sum(sizes)))
@@ -34,7 +34,7 @@ def test_kernel_at_65536_on_the_device() -> None:
     assert (actual - expected).abs().max() / expected.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_autocast_in_bfloat16(family: str) -> None:
     model = gss.build_model(small_config(family)).cuda()
     tokens = torch.randint(0, 61, (2, 600)).cuda()

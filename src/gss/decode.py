@@ -11,7 +11,7 @@ from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
 BLOCK = 64
-"""Tokens between two foldings of a block into the state; measured best between 32 and 128."""
+"""Tokens between two foldings of a block into the state; any number is exact."""
 
 
 class Decoder:
