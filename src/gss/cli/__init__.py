@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, exchange, models, quickstart, train, use
+from gss.cli import bench, data, exchange, models, quickstart, report, train, use
 
 app = typer.Typer(
     name="gss",
@@ -47,6 +47,7 @@ bench.register(app)
 train.register(app)
 exchange.register(app)
 quickstart.register(app)
+report.register(app)
 
 
 def main() -> None:

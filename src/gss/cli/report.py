@@ -1,0 +1,50 @@
+"""`gss report`: what runs did, to look at."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the app."""
+    app.command("report")(report_command)
+
+
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html or report.md.")] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="html: one file, nothing else needed. md: Markdown with PNGs beside it.")
+    ] = "html",
+    data: Annotated[
+        Path | None, typer.Option(help="A corpus to score on. Default: each run's own validation data, if still there.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens to score at each length where no scores are kept; 0 scores nothing.")
+    ] = 131_072,
+    lengths: Annotated[
+        str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="What samples go on from. Default: the run's own newest sample.")
+    ] = None,
+) -> None:
+    """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
+    from gss.cli.progress import share_bar
+    from gss.cli.use import _whole_numbers
+    from gss.report import write_report
+
+    target = out or Path(f"report.{form}")
+    with share_bar("reading") as show:
+        written = write_report(
+            runs,
+            target,
+            form=form,
+            data=data,
+            max_tokens=max_tokens,
+            lengths=_whole_numbers(lengths) if lengths is not None else None,
+            prompt=prompt,
+            show=show,
+        )
+    print(f"wrote {written}")

@@ -1,0 +1,139 @@
+"""Held-out scores of a run: kept ones where there are, else computed within a budget, else why there are none.
+
+Kept scores lie in RUN/evaluations/, a file an evaluation, in the form that `gss eval --json` prints. A report keeps
+there what it computes, so that the next one is quick.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gss.data import Dataset, open_dataset, require_same
+from gss.evaluate import PAPER_LENGTHS, Evaluation, LengthResult, PositionLoss, evaluate
+from gss.report.files import replace
+from gss.report.run import Run
+
+FOLDER = "evaluations"
+SPLIT = "valid"
+BUDGET = 1 << 17
+_UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the length
+
+Show = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a run scores on held-out data, or why that is not known."""
+
+    result: Evaluation | None
+    unigram_entropy: float | None = None
+    """Of the same split: nats a token of a guesser that knows only how often each id occurs."""
+    missing: str = ""
+
+
+def scores(run: Run, data: Path | None, max_tokens: int, lengths: Sequence[int] | None, show: Show) -> Scores:
+    """The scores of a run's newest checkpoint on its own validation data, or on a corpus at `data`.
+
+    max_tokens      most targets to score where scores must be computed; 0: compute nothing
+    lengths         None: the paper's, as far as documents reach
+    """
+    if run.loaded is None:
+        return Scores(None, missing=f"no scores: {run.trouble}")
+    kept = _kept(run, data, lengths)
+    if kept is not None:
+        return kept
+    if not max_tokens:
+        return Scores(None, missing="no scores are kept in the run folder, and none were to be computed")
+    try:
+        dataset = _held_out(run, data)
+    except (ValueError, OSError) as error:
+        return Scores(None, missing=f"no scores: {error}")
+    wanted = lengths or _lengths(run, dataset, max_tokens)
+    result = evaluate(
+        run.loaded.model,
+        dataset,
+        wanted,
+        max_tokens=max_tokens,
+        report=lambda done, total: show(f"scoring {run.name}", done / total),
+    )
+    keep(run.folder, run.loaded.step, dataset, result)
+    return Scores(result, dataset.unigram_entropy)
+
+
+def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> None:
+    """Keep an evaluation of a run's checkpoint in its folder; where that cannot be written to, do without."""
+    rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
+    facts = {"run": str(run), "step": step, "data": dataset.hash, "split": result.split}
+    facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy, "rows": rows}
+    try:
+        (Path(run) / FOLDER).mkdir(exist_ok=True)
+        replace(
+            Path(run) / FOLDER / f"{result.split}-step-{step:08d}.json", (json.dumps(facts, indent=2) + "\n").encode()
+        )
+    except OSError:
+        pass
+
+
+def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
+    """The newest kept evaluation of this checkpoint, if it is of the data and lengths that are asked for."""
+    assert run.loaded is not None
+    wanted_data = None
+    if data is not None:
+        try:
+            wanted_data = open_dataset(data, SPLIT, verify=False).hash
+        except (ValueError, OSError):
+            return None
+    files = sorted((run.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            same = facts["step"] == run.loaded.step and facts["split"] == SPLIT
+            same = same and wanted_data in (None, facts["data"])
+            rows = tuple(_row(values) for values in facts["rows"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # not ours
+        covers = lengths is None or [row.length for row in rows] == list(lengths)
+        if same and rows and covers:
+            result = Evaluation(rows, int(facts["documents"]), rows[0].tokens, SPLIT)
+            return Scores(result, facts.get("unigram_entropy"))
+    return None
+
+
+def _row(values: dict[str, Any]) -> LengthResult:
+    fields = {name: value for name, value in values.items() if name != "perplexity"}
+    positions = tuple(PositionLoss(**position) for position in fields.pop("by_position"))
+    return LengthResult(**fields, by_position=positions)
+
+
+def _held_out(run: Run, data: Path | None) -> Dataset:
+    """The run's validation split, if it is still what it was."""
+    assert run.loaded is not None
+    if data is None:
+        if not run.data.get("folder"):
+            raise ValueError("the run folder does not say where its data is; give --data")
+        data = Path(run.data["folder"])
+        if not data.is_dir():
+            raise ValueError(f"the run's data is no longer at {data}; give --data")
+        dataset = open_dataset(data, SPLIT, verify=False)
+        if dataset.hash != run.data.get("hash"):
+            raise ValueError(f"{data} holds other data than the run was trained on; give --data")
+    else:
+        dataset = open_dataset(data, SPLIT, verify=False)
+    require_same(dataset.tokenizer(), run.loaded.tokenizer.hash, f"the run {run.name}")
+    return dataset
+
+
+def _lengths(run: Run, dataset: Dataset, max_tokens: int) -> list[int | None]:
+    """The paper's lengths up to the longest document within the budget; all of that where even 512 is too long."""
+    assert run.loaded is not None
+    left, longest = max_tokens, 0
+    for length in dataset.lengths.tolist():
+        longest = max(longest, min(length, left))
+        left -= min(length, left)
+        if not left:
+            break
+    limit = math.inf if run.loaded.model.bounded_state else max(_UNBOUNDED_LIMIT, run.length or 0)
+    return [length for length in PAPER_LENGTHS if length <= min(longest, limit)] or [longest]

@@ -1,0 +1,170 @@
+"""How figures look: colours for light and dark, matplotlib's settings, and figures as SVG text or PNG bytes.
+
+Figures are drawn in the light colours. In an SVG these become CSS variables, which the page sets for light and dark;
+text stays text, in the page's font.
+"""
+
+import io
+import re
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Name → (light, dark). Light colours must differ from each other: they stand for their names in an SVG.
+COLOURS = {
+    "card": ("#ffffff", "#171b22"),
+    "ink": ("#1d2330", "#e6e9ef"),
+    "muted": ("#5b6474", "#9aa4b5"),
+    "grid": ("#e4e7ec", "#2a303b"),
+    "before": ("#9ba3b0", "#6f7a8c"),
+    "run1": ("#2166c4", "#6aa5f5"),
+    "run2": ("#d2571b", "#f0935c"),
+    "run3": ("#1a8f6f", "#4fc9a4"),
+    "run4": ("#9a3fb5", "#cf8ae4"),
+    "run5": ("#b8860b", "#e3b84a"),
+    "run6": ("#c22f56", "#f07d9c"),
+    "run7": ("#4a7a1e", "#98c76a"),
+    "run8": ("#5a5fc7", "#9da2f5"),
+}
+LIGHT = {name: pair[0] for name, pair in COLOURS.items()}
+_RAMP = ("#2f80c9", "#7d6bd0", "#c75f9e", "#dd7f45")  # first layer to last, readable on both
+_SETTINGS: dict[str, Any] = {
+    "figure.figsize": (5.2, 3.3),
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": LIGHT["card"],
+    "savefig.facecolor": LIGHT["card"],
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "text.color": LIGHT["ink"],
+    "text.parse_math": False,
+    "axes.facecolor": LIGHT["card"],
+    "axes.edgecolor": LIGHT["muted"],
+    "axes.labelcolor": LIGHT["ink"],
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "grid.color": LIGHT["grid"],
+    "grid.linewidth": 0.8,
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "gss",
+}
+_SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+def require_matplotlib() -> None:
+    """One clear line where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
+
+
+def style() -> AbstractContextManager[None]:
+    """Matplotlib's settings while figures are drawn and saved."""
+    import matplotlib
+
+    settings: Any = _SETTINGS  # typed as a mapping from every name that matplotlib knows
+    return matplotlib.rc_context(settings)
+
+
+def run_colour(index: int) -> str:
+    """The colour of a run, by its place in the report; they repeat after eight."""
+    return LIGHT[run_variable(index)]
+
+
+def run_variable(index: int) -> str:
+    """The name of a run's colour."""
+    return f"run{index % 8 + 1}"
+
+
+def layer_colours(count: int) -> list[str]:
+    """A colour a layer, from cool to warm."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    ramp = LinearSegmentedColormap.from_list("layers", _RAMP)
+    return [to_hex(ramp(index / max(count - 1, 1))) for index in range(count)]
+
+
+def css_variables() -> str:
+    """The colours as CSS: light, and dark where the reader prefers that."""
+    light, dark = ("".join(f"--{name}:{pair[side]};" for name, pair in COLOURS.items()) for side in (0, 1))
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+def power_of_ten(value: float, _position: Any = None) -> str:
+    """A tick of a logarithmic axis: plain where short (1, 100, 10k), else 10⁻³."""
+    from math import isclose, log10
+
+    if value <= 0:
+        return "0" if value == 0 else "−" + power_of_ten(-value)
+    exponent = round(log10(value))
+    if not isclose(value, 10.0**exponent, rel_tol=1e-6):
+        return tokens(value) if value >= 1 else f"{value:g}"
+    if 0 <= exponent <= 5:
+        return tokens(10.0**exponent)
+    return {-1: "0.1", -2: "0.01"}.get(exponent, "10" + str(exponent).translate(_SUPERSCRIPTS))
+
+
+def tokens(value: float, _position: Any = None) -> str:
+    """A number of tokens or steps in little room: 512, 4k, 1.5k, 2M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def log_axis(axes: "Axes", which: str) -> None:
+    """Make an axis logarithmic, with ticks in plain characters."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(FuncFormatter(power_of_ten))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def svg(figure: "Figure", name: str, label: str) -> str:
+    """A figure as an SVG element for an HTML page; `name` keeps its ids apart from other figures'."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
+    for colour, value in LIGHT.items():
+        text = text.replace(value, f"var(--{colour})")
+    opening, rest = text.split(">", 1)
+    box = re.search(r'viewBox="[^"]+"', opening)
+    assert box is not None
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {namespaces} {box[0]} role="img" aria-label="{_attribute(label)}">{rest.strip()}'
+
+
+def png(figure: "Figure") -> bytes:
+    """A figure as a PNG in the light colours."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _attribute(text: str) -> str:
+    from html import escape
+
+    return escape(text, quote=True)
