@@ -1,5 +1,7 @@
 """The decoder gives the model's own logits and states, whatever its block, batch and positions."""
 
+import random
+
 import pytest
 import torch
 
@@ -60,6 +62,50 @@ def test_rows_at_different_positions(family: str) -> None:
     assert relative_error(after, alone) < 1e-11
     for layer, copy in zip(state.layers, untouched.layers, strict=True):
         assert all(torch.equal(layer[name], copy[name]) for name in layer)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_rows_join_and_leave(family: str) -> None:
+    """Every row gets the logits that it would get alone, whoever comes and goes beside it."""
+    model = model_of(family)
+    draw = random.Random(1)
+    tokens = torch.randint(0, 61, (12, 60))
+    whole = [model(row[None])[0][0] for row in tokens]
+    first = draw.randint(1, 20)
+    state = model(tokens[:1, :first])[1]
+    untouched = state.map(torch.clone)
+    decoder = Decoder(model, state, block=8)
+    running, waiting = [(0, first)], list(range(1, 12))
+    for _ in range(90):
+        if waiting and draw.random() < 0.3:
+            coming = [waiting.pop() for _ in range(min(len(waiting), draw.randint(1, 3)))]
+            starts = [draw.randint(1, 20) for _ in coming]
+            decoder.join(
+                gss.ModelState.join([model(tokens[[row], :n])[1] for row, n in zip(coming, starts, strict=True)])
+            )
+            running += list(zip(coming, starts, strict=True))
+        if running and draw.random() < 0.2:
+            order = draw.sample(range(len(running)), draw.randint(0, len(running)))
+            decoder.keep(order)
+            running = [running[place] for place in order]
+        if any(read >= 60 for _, read in running):
+            order = [place for place, (_, read) in enumerate(running) if read < 60]
+            decoder.keep(order)
+            running = [running[place] for place in order]
+        if not running:
+            continue
+        logits = decoder.step(torch.stack([tokens[row, read] for row, read in running]))
+        for place, (row, read) in enumerate(running):
+            assert relative_error(logits[place], whole[row][read]) < 1e-11
+        running = [(row, read + 1) for row, read in running]
+        if draw.random() < 0.1:
+            assert decoder.state().position.tolist() == [read for _, read in running]
+            after, _ = model(tokens[[row for row, _ in running], :3], decoder.state())
+            alone = [model(torch.cat([tokens[row, :read], tokens[row, :3]])[None])[0][0, -3:] for row, read in running]
+            assert relative_error(after, torch.stack(alone)) < 1e-11
+    assert not waiting
+    assert all(torch.equal(tensor, untouched.named()[name]) for name, tensor in state.named().items())
 
 
 @torch.no_grad()

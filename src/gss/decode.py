@@ -1,14 +1,18 @@
 """Reading one token after another, fast: what generation and serving run on.
 
 Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
-caches written in place, and state spaces that touch their states once in a block of tokens.
+caches written in place, and state spaces that touch their states once in a block of tokens. Sequences may join and
+leave between steps, at the cost of what they themselves hold.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.nn.stepping import join_rows, keep_rows
 
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
@@ -46,3 +50,21 @@ class Decoder:
     def state(self) -> ModelState:
         """The state after what has been read."""
         return ModelState(self._position, tuple(stepper.state() for stepper in self._steppers))
+
+    @torch.no_grad()
+    def join(self, state: ModelState) -> None:
+        """Add the sequences of a state after those that are there, each at its own position."""
+        self._model.check_state(state, state.batch)
+        self._position = torch.cat([self._position, state.position])
+        for stepper, held in zip(self._steppers, state.layers, strict=True):
+            join_rows(stepper, held)
+
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order (none is fine, until others join).
+
+        Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
+        """
+        self._position = self._position[list(rows)]
+        for stepper in self._steppers:
+            keep_rows(stepper, rows)

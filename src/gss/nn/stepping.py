@@ -2,16 +2,20 @@
 
 A stepper starts from a state, changes its own copies in place, and can give the state back at any time: between two
 calls of the model it is exactly the layer. Most layers need none of their own; `PlainStepper` just calls them.
+
+Rows may come and go between steps. What holds a stepper's rows is a `RowHolder`, the stepper itself or parts of it, and
+a row that comes or goes costs about as much as it weighs, whatever else is in the batch.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gss.ops.kernel import kernel
-from gss.ops.recurrence import carried_output, final_state
+from gss.ops.recurrence import carried_output, final_state, transition
 
 if TYPE_CHECKING:
     from gss.nn.state import LayerState, SequenceLayer
@@ -28,6 +32,70 @@ class Stepper(Protocol):
         """The state after what has been read."""
 
 
+@runtime_checkable
+class RowHolder(Protocol):
+    """A stepper, or a part of one, that holds rows."""
+
+    def join(self, state: "LayerState") -> None:
+        """Add the rows of a state after those that are there."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+
+
+def join_rows(stepper: Stepper, state: "LayerState") -> None:
+    """Add the rows of a layer's state to a stepper."""
+    for slots, holder in _row_holders(stepper):
+        holder.join({slot: state[slot] for slot in slots or state})
+
+
+def keep_rows(stepper: Stepper, rows: Sequence[int]) -> None:
+    """Go on with these rows of a stepper only, in this order."""
+    for _, holder in _row_holders(stepper):
+        holder.keep(rows)
+
+
+def _row_holders(stepper: Stepper) -> Iterator[tuple[tuple[str, ...], RowHolder]]:
+    """What holds a stepper's rows, each with the names of its part of the layer's state (none: all of it).
+
+    That is the stepper itself, or else its attributes: one of them, or a dictionary by the names of states.
+    """
+    if isinstance(stepper, RowHolder):
+        yield (), stepper
+        return
+    for value in vars(stepper).values():
+        named = {(name,): part for name, part in value.items()} if isinstance(value, dict) else {(): value}
+        yield from ((slots, part) for slots, part in named.items() if isinstance(part, RowHolder))
+
+
+class Rows:
+    """A tensor of its own whose rows (dimension 0) come and go in place: room is left, and few rows are moved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._room = self.tensor = tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Put rows after those that are there."""
+        before, after = len(self.tensor), len(self.tensor) + len(tensor)
+        if after > len(self._room):
+            room = self._room.new_zeros(2 * after, *self._room.shape[1:])
+            room[:before] = self.tensor
+            self._room = room
+        self._room[before:after] = tensor
+        self.tensor = self._room[:after]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order; only those whose place changes are copied."""
+        if len(rows) > len(self._room):
+            self._room = self.tensor = self.tensor[list(rows)]
+            return
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        if moved:
+            places, sources = (list(side) for side in zip(*moved, strict=True))
+            self._room[places] = self._room[sources]
+        self.tensor = self._room[: len(rows)]
+
+
 class PlainStepper:
     """Any layer, by its own contract."""
 
@@ -41,47 +109,84 @@ class PlainStepper:
     def state(self) -> "LayerState":
         return self._state
 
+    def join(self, state: "LayerState") -> None:
+        from gss.nn.state import ModelState  # which imports this module
+
+        both = [ModelState(next(iter(each.values())), (each,)) for each in (self._state, state)]
+        self._state = ModelState.join(both).layers[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
+
 
 class StateSpaceStepper:
     """A diagonal state space that touches its modes once in `block` tokens instead of at every one.
 
     Within a block the output is what the state at the block's start still adds, computed for the whole block at
     once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
-    state. Exact, and of the state's memory traffic one part in `block` is left.
+    state. Exact, and of the state's memory traffic one part in `block` is left. A row that joins in the middle of a
+    block has zeros for the inputs that it missed, and its state counts from where it joined.
     """
 
     def __init__(self, space: "DiagonalStateSpace", modes: Tensor, block: int) -> None:
         self._readout, self._log_a = space.discretized()
-        self._modes = torch.view_as_complex(modes)  # [B, H, N]
         self._block = block
         taps = kernel(self._readout, self._log_a, block)
         taps[:, 0] += space.skip
         self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
-        self._inputs = taps.new_zeros(modes.shape[0], *taps.shape)  # [B, H, W]
+        self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
+        self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
+        self._echo = Rows(taps.new_zeros(modes.shape[0], block, taps.shape[0]))  # [B, W, H]
         self._begin()
 
     def _begin(self) -> None:
         self._read = 0
-        self._echo = carried_output(self._modes, self._readout, self._log_a, self._block).contiguous()  # [B, W, H]
+        self._joined = [0] * len(self._modes.tensor)  # where in the block each row came
+        self._echo.tensor.copy_(carried_output(self._modes.tensor, self._readout, self._log_a, self._block))
 
     def step(self, u: Tensor) -> Tensor:
         """u [B, 1, H] → y [B, 1, H] in the state's precision."""
         read = self._read
-        self._inputs[:, :, read] = u[:, 0]
-        recent = self._inputs[:, :, : read + 1]
-        y = torch.einsum("bhw,hw->bh", recent, self._reversed_taps[:, self._block - read - 1 :]) + self._echo[:, read]
+        inputs = self._inputs.tensor
+        inputs[:, :, read] = u[:, 0]
+        recent, taps = inputs[:, :, : read + 1], self._reversed_taps[:, self._block - read - 1 :]
+        y = torch.einsum("bhw,hw->bh", recent, taps) + self._echo.tensor[:, read]
         self._read += 1
         if self._read == self._block:
-            self._modes = self._folded()
+            self._modes.tensor.copy_(self._folded())
             self._begin()
         return y.unsqueeze(1)
 
     def modes(self) -> Tensor:
         """The state [B, H, N, 2] after what has been read."""
-        return torch.view_as_real(self._folded() if self._read else self._modes)
+        return torch.view_as_real(self._folded() if self._read else self._modes.tensor.clone())
+
+    def join(self, state: "LayerState") -> None:
+        """Add the rows of a state, wherever the others are in their block."""
+        (modes,) = (torch.view_as_complex(tensor) for tensor in state.values())
+        if not self._joined:
+            self._read = 0
+        read, count = self._read, len(modes)
+        self._modes.add(modes)
+        self._inputs.add(self._inputs.tensor.new_zeros(count, *self._inputs.tensor.shape[1:]))
+        self._echo.add(self._echo.tensor.new_zeros(count, *self._echo.tensor.shape[1:]))
+        echo = carried_output(modes, self._readout, self._log_a, self._block - read)
+        self._echo.tensor[-count:, read:] = echo
+        self._joined += [read] * count
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        for held in (self._modes, self._inputs, self._echo):
+            held.keep(rows)
+        self._joined = [self._joined[row] for row in rows]
 
     def _folded(self) -> Tensor:
-        return final_state(self._inputs[:, :, : self._read].transpose(1, 2), self._log_a, self._modes)
+        signal, modes = self._inputs.tensor[:, :, : self._read].transpose(1, 2), self._modes.tensor
+        if not any(self._joined):
+            return final_state(signal, self._log_a, modes)
+        ages = torch.tensor([self._read - joined for joined in self._joined], device=modes.device)
+        decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
+        return final_state(signal, self._log_a, None) + decay * modes
 
 
 class CacheStepper:
@@ -92,35 +197,55 @@ class CacheStepper:
         self._lengths: list[int] = length.tolist()
         self._device = length.device
         room = keys.shape[1] if chunk else 2 * keys.shape[1] + 64
-        self._keys, self._values = (self._with_room(t.transpose(1, 2), room) for t in (keys, values))  # [B, h, S, d]
+        self._caches = [Rows(self._with_room(t.transpose(1, 2), room)) for t in (keys, values)]  # [B, h, S, d] each
 
     def attend(self, projected: Tensor) -> Tensor:
         """Queries, keys and values [B, 1, 3, h, d] of the next token → what it attends to, [B, 1, h, d]."""
         query, key, value = (t.transpose(1, 2) for t in projected.unbind(2))  # [B, h, 1, d]
         places = [length % self._chunk if self._chunk else length for length in self._lengths]
         filled = max(places) + 1
-        if filled > self._keys.shape[2]:
-            self._keys, self._values = (self._with_room(t, 2 * filled) for t in (self._keys, self._values))
+        self._widen(filled, 2 * filled)
         visible = None
         if min(places) + 1 == filled:
-            self._keys[:, :, filled - 1], self._values[:, :, filled - 1] = key[:, :, 0], value[:, :, 0]
+            for cache, new in zip(self._caches, (key, value), strict=True):
+                cache.tensor[:, :, filled - 1] = new[:, :, 0]
         else:
             index = torch.tensor(places, device=self._device)
             rows = torch.arange(len(places), device=self._device)
-            self._keys[rows, :, index], self._values[rows, :, index] = (
-                key[:, :, 0].to(self._keys),
-                value[:, :, 0].to(self._values),
-            )
+            for cache, new in zip(self._caches, (key, value), strict=True):
+                cache.tensor[rows, :, index] = new[:, :, 0].to(cache.tensor)
             visible = (torch.arange(filled, device=self._device) <= index.unsqueeze(1))[:, None, None]
         self._lengths = [length + 1 for length in self._lengths]
-        keys, values = (t[:, :, :filled].to(query.dtype) for t in (self._keys, self._values))
+        keys, values = (cache.tensor[:, :, :filled].to(query.dtype) for cache in self._caches)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
 
     def state(self) -> "LayerState":
         """The state of the block after what has been read."""
-        held = self._chunk or max(self._lengths)
-        keys, values = (t[:, :, :held].transpose(1, 2).clone() for t in (self._keys, self._values))
+        held = self._chunk or max(self._lengths, default=0)
+        keys, values = (cache.tensor[:, :, :held].transpose(1, 2).clone() for cache in self._caches)
         return {"keys": keys, "values": values, "length": torch.tensor(self._lengths, device=self._device)}
+
+    def join(self, state: "LayerState") -> None:
+        """Add the rows of a state, each at its own length."""
+        lengths: list[int] = state["length"].tolist()
+        held = self._chunk or max(lengths)
+        self._widen(held, 2 * held)
+        for cache, new in zip(self._caches, (state["keys"], state["values"]), strict=True):
+            cache.add(self._with_room(new[:, :held].transpose(1, 2), cache.tensor.shape[2]))
+        self._lengths += lengths
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order; without any, the memory of long ones is let go."""
+        for cache in self._caches:
+            cache.keep(rows)
+        self._lengths = [self._lengths[row] for row in rows]
+        if not rows and not self._chunk:
+            self._caches = [Rows(cache.tensor[:, :, :1].clone()) for cache in self._caches]
+
+    def _widen(self, needed: int, room: int) -> None:
+        """Make room for `room` tokens a row where there is not room for the `needed` ones."""
+        if needed > self._caches[0].tensor.shape[2]:
+            self._caches = [Rows(self._with_room(cache.tensor, room)) for cache in self._caches]
 
     @staticmethod
     def _with_room(cache: Tensor, room: int) -> Tensor:
