@@ -44,8 +44,16 @@ class Sampling:
             raise ValueError(f"repetition_penalty must be over 0, not {self.repetition_penalty}")
 
 
-def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, generator: torch.Generator) -> Tensor:
-    """The next token of each row, [B], from logits [B, V] on the CPU; `seen` [B, V] marks tokens that have occurred."""
+def choose(
+    logits: Tensor,
+    sampling: Sampling,
+    seen: Tensor | None,
+    generator: torch.Generator | Sequence[torch.Generator],
+) -> Tensor:
+    """The next token of each row, [B], from logits [B, V] on the CPU; `seen` [B, V] marks tokens that have occurred.
+
+    With a generator a row, each row draws what it would draw alone.
+    """
     if not torch.isfinite(logits).all():
         raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
     logits = logits.double()
@@ -66,7 +74,11 @@ def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, generator: t
         ordered, order = logits.softmax(-1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    probability = logits.softmax(-1)
+    if isinstance(generator, torch.Generator):
+        return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
+    draws = zip(probability, generator, strict=True)
+    return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in draws])
 
 
 @torch.no_grad()
@@ -163,6 +175,11 @@ def stream(
         yield token
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """What a model reads before it goes on from a text: the end-of-document id, as a document starts in training."""
+    return [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
+
+
 def stream_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -179,47 +196,89 @@ def stream_text(
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
+    ids = prompt_ids(tokenizer, prompt)
     tokens = stream(model, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, eos_id=tokenizer.eos_id)
     return _until(stop, _decoded(tokenizer, ids[1:], tokens))
 
 
-def _decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that each token adds, as soon as it is whole characters.
+class TextPieces:
+    """Tokens into text as they come, in whole characters: the same text whether pushed one by one or many at once.
 
-    Ids may mean less alone (a piece's leading space, half a character), so each is decoded after a few before it:
-    `ids` holds the last text already given out, up to `settled`, and what has come since.
+    Ids may mean less alone (a piece's leading space, half a character), so they are decoded after a few before them.
     """
-    ids = prompt[-8:]
-    settled = len(ids)
-    for token in tokens:
-        ids.append(token)
-        before, text = tokenizer.decode(ids[:settled]), tokenizer.decode(ids)
-        whole = len(text) > len(before) and not text.endswith("\ufffd")
-        if whole or len(ids) - settled > 16:  # bytes that never become a character are shown as they are
-            yield text[len(before) :]
-            ids = ids[settled:]
-            settled = len(ids)
-    rest = tokenizer.decode(ids)[len(tokenizer.decode(ids[:settled])) :]
-    if rest:
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = list(prompt[-8:])
+        self._given = _whole(tokenizer.decode(self._ids))  # characters of the ids' text that have been given out
+
+    def push(self, *tokens: int) -> str:
+        """The text that has become whole with these tokens."""
+        self._ids += tokens
+        text = self._tokenizer.decode(self._ids)
+        whole = _whole(text)
+        piece = text[self._given : whole]
+        self._given = max(self._given, whole)
+        if len(self._ids) > 64:
+            self._ids = self._ids[-8:]
+            self._given = len(self._tokenizer.decode(self._ids)) - (len(text) - self._given)
+        return piece
+
+    def rest(self) -> str:
+        """What never became a whole character, at the end."""
+        return self._tokenizer.decode(self._ids)[self._given :]
+
+
+def _whole(text: str) -> int:
+    """How much of a text stays as it is: a mark of unknown bytes at its end may yet become a character of up to 4."""
+    return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
+
+
+class StopStrings:
+    """Ends a text before the first of some strings; what may be the beginning of one is held back."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._held = ""
+        self.ended = False
+
+    def push(self, piece: str) -> str:
+        """What may be shown once `piece` has come; nothing more after `ended`."""
+        if self.ended:
+            return ""
+        held = self._held + piece
+        found = [held.index(mark) for mark in self._marks if mark in held]
+        if found:
+            self.ended = True
+            return held[: min(found)]
+        starts = (size for mark in self._marks for size in range(1, len(mark)) if held.endswith(mark[:size]))
+        shown = len(held) - max(starts, default=0)
+        self._held = held[shown:]
+        return held[:shown]
+
+    def rest(self) -> str:
+        """What was held back and no stop string followed."""
+        return "" if self.ended else self._held
+
+
+def _decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text that each token adds, as soon as it is whole characters."""
+    text = TextPieces(tokenizer, prompt)
+    yield from (piece for token in tokens if (piece := text.push(token)))
+    if rest := text.rest():
         yield rest
 
 
 def _until(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
     """The pieces up to the first stop string; a piece that may be the beginning of one is held back."""
-    held = ""
+    stopping = StopStrings(stop)
     for piece in pieces:
-        held += piece
-        ends = [held.index(mark) for mark in stop if mark in held]
-        if ends:
-            yield held[: min(ends)]
+        if shown := stopping.push(piece):
+            yield shown
+        if stopping.ended:
             return
-        hold = max((size for mark in stop for size in range(1, len(mark)) if held.endswith(mark[:size])), default=0)
-        if len(held) > hold:
-            yield held[: len(held) - hold]
-            held = held[len(held) - hold :]
-    if held:
-        yield held
+    if rest := stopping.rest():
+        yield rest
 
 
 def generate(
