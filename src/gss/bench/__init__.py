@@ -1,1 +1,4 @@
-"""Measurements: each module times one thing beside a peer in one run and returns rows; the CLI prints them."""
+"""Measurements: each module checks its subject, times it beside peers in one run and returns rows.
+
+`results` has the rows, the header above them and the table; `ceilings` what the machine itself can do.
+"""

@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gss.bench.measure import median_seconds
+from gss.bench.results import Row
 from gss.data import Batches, Lanes, Packed, Segments, Tokenizer, load_tokenizer, open_dataset, prepare
 from gss.data.blocks import cut_blocks
 from gss.data.readers import read_piece
@@ -26,26 +26,6 @@ from gss.data.tokenizer_training import train_tokenizer
 WAYS: dict[str, type[Segments] | type[Lanes] | type[Packed]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
 
 
-@dataclass(frozen=True)
-class DataRow:
-    """One measurement: its value in `unit`, what it is compared with, and the ratio of the two."""
-
-    what: str
-    value: float
-    unit: str
-    peer: str = ""
-    peer_value: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """The value over the peer's."""
-        return self.value / self.peer_value if self.peer_value else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "ratio": self.ratio}
-
-
 def bench_data(
     *,
     tokenizer: str | None = None,
@@ -55,7 +35,7 @@ def bench_data(
     file_gigabytes: float = 0.1,
     repeats: int = 3,
     report: Callable[[str], None] = lambda text: None,
-) -> list[DataRow]:
+) -> list[Row]:
     """Measure everything in one run; speeds compare in it, whatever else the machine is doing."""
     with tempfile.TemporaryDirectory(prefix="gss-bench-") as folder:
         root = Path(folder)
@@ -101,9 +81,7 @@ def _vocabulary(spec: str | None, root: Path) -> Tokenizer:
     return train_tokenizer([str(root / "corpus")], root / "vocabulary", vocab_size=8000, max_bytes=2_000_000)
 
 
-def _tokenising(
-    root: Path, tokenizer: Tokenizer, size: int, repeats: int, report: Callable[[str], None]
-) -> list[DataRow]:
+def _tokenising(root: Path, tokenizer: Tokenizer, size: int, repeats: int, report: Callable[[str], None]) -> list[Row]:
     """`gss prepare` from files to finished shards beside the library's encode on texts in memory."""
     paths = sorted((root / "corpus").iterdir())
     texts = [block.data.decode() for path in paths for block in _blocks(path)]
@@ -122,15 +100,12 @@ def _tokenising(
                 repeats,
             )
         megabytes = size / 1e6
-        rows.append(
-            DataRow(
-                f"prepare, {tokenizer.kind}, {workers} core(s)",
-                megabytes / seconds["ours"],
-                "MB/s",
-                "the bare library's encode",
-                megabytes / seconds["bare"],
-            )
-        )
+        bare = "the bare library's encode"
+        what = f"{tokenizer.kind}, {workers} core(s)"
+        rows += [
+            Row(f"prepare, {what}", megabytes / seconds["ours"], "MB/s").beside(bare, megabytes / seconds["bare"]),
+            Row(f"{bare}, {what}", megabytes / seconds["bare"], "MB/s"),
+        ]
     return rows
 
 
@@ -168,14 +143,14 @@ def bare_encoder(tokenizer: Tokenizer, texts: list[str], threads: int) -> Callab
     return lambda: [list(text.encode()) for text in texts]
 
 
-def _batching(folder: Path, length: int, batch_size: int) -> list[DataRow]:
+def _batching(folder: Path, length: int, batch_size: int) -> list[Row]:
     """Tokens a second of each way to batch, on this thread alone."""
     dataset = open_dataset(folder, verify=False)
     rows = []
     for name, way in WAYS.items():
         batches = way(dataset, length, min(batch_size, len(dataset)))
         rate = tokens_per_second(batches, seconds=1.0)
-        rows.append(DataRow(f"batching, {name}, L={length}", rate / 1e6, "million tokens/s"))
+        rows.append(Row(f"batching, {name}, L={length}", rate / 1e6, "million tokens/s"))
     return rows
 
 
@@ -189,7 +164,7 @@ def tokens_per_second(batches: Batches, seconds: float) -> float:
     return step * batches.batch_size * batches.length / (time.perf_counter() - started)
 
 
-def _memory(root: Path, tokenizer: Tokenizer) -> DataRow:
+def _memory(root: Path, tokenizer: Tokenizer) -> Row:
     """The most memory that preparing one long file takes, over all its processes."""
     path = root / "long.txt"
     size = path.stat().st_size
@@ -204,7 +179,7 @@ def _memory(root: Path, tokenizer: Tokenizer) -> DataRow:
     if process.exitcode:
         raise ValueError("preparing the long file failed: is there room in the temporary folder?")
     workers = len(os.sched_getaffinity(0))
-    return DataRow(f"peak memory, one file of {size / 1e9:.1f} GB, {workers} worker(s)", peak / 1e6, "MB")
+    return Row(f"peak memory, one file of {size / 1e9:.1f} GB, {workers} worker(s)", peak / 1e6, "MB")
 
 
 def _prepare_long(path: str, out: str, tokenizer: str) -> None:

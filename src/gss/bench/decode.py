@@ -1,100 +1,155 @@
-"""Decoding a token at a time: what a token costs after contexts of several lengths, beside what else is there.
+"""Decoding a token at a time: tokens a second after contexts of several lengths, beside what else is there.
 
-Correctness comes first: where the decoder's logits are not the model's own, nothing is reported.
+Greedy, through the decoder that `gss generate` and the server use. Correctness comes first: where the decoder's logits
+are not the model's own, nothing is reported.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from gss.bench.measure import median_seconds
-from gss.bench.peers import PYPI_GSS, pypi_gss_model
+from gss.bench.check import Errors, autocast, limited, paths, relative_error
+from gss.bench.foreign import FOREIGN, build_foreign
+from gss.bench.measure import median_seconds, release
+from gss.bench.results import Row, missing
+from gss.bench.train import reason, resolve_peer
+from gss.config import ModelConfig
 from gss.decode import BLOCK, Decoder
 from gss.generate import read
 from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
 from gss.presets import preset
 
-
-@dataclass(frozen=True)
-class Row:
-    """The cost of a token for one contestant after one context."""
-
-    name: str
-    context: int
-    seconds: float
-    """A token, the median of rounds of `BLOCK` tokens each, so that folding a block into the state is in it."""
-    state_bytes: int | None = None
-    times_as_long: float = 1.0
-    """Over the time of the GSS model after the shortest context."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+_PIECE = 65_536
+"""Tokens read at a time on a GPU, where a state comes from a long context."""
 
 
 @torch.no_grad()
 def bench_decode(
     *,
-    size: str = "small",
+    model: str,
+    device: torch.device,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (1024, 4096, 16_384, 65_536),
+    peers: Sequence[str] = (),
     peer_context: int = 4096,
-    attention_context: int = 16_384,
-    short_context: int = 1024,
-    long_context: int = 65_536,
-    peer: bool = True,
-    rounds: int = 5,
+    use_fast: bool = True,
+    repeats: int = 5,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Time the GSS preset of a size at every context, the Transformer of that size at one, and the peer at one."""
-    torch.manual_seed(0)
-    model = build_model(preset(f"gss-{size}")).eval()
-    transformer = build_model(preset(f"transformer-{size}")).eval()
-    _check(model)
-    contestants: dict[tuple[str, int], Callable[[], Any]] = {}
-    states: dict[tuple[str, int], int] = {}
-    gss_contexts = sorted({short_context, peer_context, attention_context, long_context})
-    for name, subject, contexts in (
-        (f"gss-{size}", model, gss_contexts),
-        (f"transformer-{size}", transformer, [attention_context]),
-    ):
-        for context in contexts:
-            report(f"{name} reads {context:,} tokens")
-            tokens = torch.randint(0, subject.config.vocab_size, (1, context))
-            _, state = read(subject, tokens)
-            states[name, context] = state.nbytes
-            contestants[name, context] = _round_of_steps(Decoder(subject, state))
-    report("decoding in turns")
-    seconds = {key: total / BLOCK for key, total in median_seconds(contestants, rounds).items()}
-    if peer:
-        name = f"PyPI gss, {size}"
-        report(f"{PYPI_GSS} recomputes {peer_context:,} tokens for one")
-        theirs = pypi_gss_model(model)
-        tokens = torch.randint(0, model.config.vocab_size, (1, peer_context))
-        timed = {"peer": lambda: theirs(tokens), "ours": contestants[f"gss-{size}", peer_context]}
-        both = median_seconds(timed, max(1, rounds // 2))
-        seconds[name, peer_context] = both["peer"]
-        seconds[f"gss-{size}", peer_context] = both["ours"] / BLOCK
-    base = seconds[f"gss-{size}", gss_contexts[0]]
-    return [Row(*key, taken, states.get(key), taken / base) for key, taken in seconds.items()]
+    """Rows for the preset after every context at batch 1, at the other batches after the shortest, and for each peer.
+
+    One of our own families as a peer (a Transformer with its cache) reads as much as a foreign one: `peer_context`.
+    """
+    names = [resolve_peer(peer, model) for peer in peers]
+    with paths(use_fast):
+        torch.manual_seed(0)
+        subject = build_model(preset(model)).to(device).eval()
+        report("checking the decoder against the model")
+        errors = check_decoding(subject)
+        note = f"logits against plain float64; plain {errors.plain:.1e}"
+        rows = [Row(f"error of decode {model}", errors.measured, "relative error", errors.limit, note=note)]
+        asked = sorted({*contexts, peer_context} if names else set(contexts))
+        plan = [(1, context) for context in asked] + [(batch, asked[0]) for batch in batches if batch != 1]
+        rounds: dict[tuple[int, int], Callable[[], None]] = {}
+        notes = {}
+        for batch, context in plan:
+            report(f"{model} reads {batch}×{context:,} tokens")
+            state = _state(subject, batch, context)
+            notes[batch, context] = f"state {state.nbytes / batch / 2**20:,.1f} MiB a sequence"
+            rounds[batch, context] = _round(_decoder(subject, state), batch, device)
+        report("decoding in turns")
+        seconds = {key: total / BLOCK for key, total in median_seconds(rounds, repeats).items()}
+        for (batch, context), taken in seconds.items():
+            name = f"decode {model}, batch {batch}, context {context:,}"
+            rows.append(Row(name, batch / taken, "tokens/s", note=notes[batch, context]))
+        alone = [seconds[1, context] for context in asked]
+        if len(asked) > 1:
+            name = f"decode {model}, a token after {asked[0]:,} → {asked[-1]:,}"
+            rows.append(Row(name, max(alone) / alone[0], "× as long", 1.05, note="the slowest over the first"))
+        del rounds, subject, state
+        for name in names:
+            report(f"{name} decodes after {peer_context:,} tokens")
+            rows += _peer_rows(name, model, peer_context, 1 / seconds[1, peer_context], device, repeats)
+    return rows
 
 
-def _round_of_steps(decoder: Decoder) -> Callable[[], None]:
-    token = torch.zeros(1, dtype=torch.int64)
+def check_decoding(model: LanguageModel) -> Errors:
+    """How far decoded logits are from the model's own in float64; refused where too far."""
+    device = model.embedding.weight.device
+    tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
+    first = BLOCK + 17
+    _, state = read(model, tokens[:, :first])
+    decoder = _decoder(model, state)
+    with autocast(device):
+        stepped = torch.stack([decoder.step(tokens[:, i]) for i in range(first, tokens.shape[1])], dim=1)
+    with paths(use_fast=False):
+        with autocast(device):
+            plain = model(tokens)[0][:, first:]
+        twin = build_model(model.config).to(device).double()
+        twin.load_state_dict(model.state_dict())
+        exact = twin(tokens)[0][:, first:]
+    errors = limited(relative_error(stepped, exact), relative_error(plain, exact), device)
+    return errors.demand("decoded logits")
+
+
+def _state(model: LanguageModel, batch: int, context: int) -> ModelState:
+    device = model.embedding.weight.device
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    with autocast(device):
+        return read(model, tokens, piece=_PIECE if device.type == "cuda" else 4096)[1]
+
+
+def _decoder(model: LanguageModel, state: ModelState) -> Decoder:
+    return Decoder(model, state)
+
+
+def _round(decoder: Decoder, batch: int, device: torch.device) -> Callable[[], None]:
+    """A function that decodes `BLOCK` tokens of each row, so that folding a block into the state is in its time."""
+    token = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def run() -> None:
-        for _ in range(BLOCK):
-            decoder.step(token)
+        nonlocal token
+        with autocast(device):
+            for _ in range(BLOCK):
+                token = decoder.step(token).argmax(-1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return run
 
 
-def _check(model: LanguageModel) -> None:
-    tokens = torch.randint(0, model.config.vocab_size, (1, 300))
-    _, state = read(model, tokens[:, :200])
-    decoder = Decoder(model, state)
-    stepped = torch.stack([decoder.step(tokens[:, i]) for i in range(200, 300)], dim=1)
-    whole = model(tokens)[0][:, 200:]
-    error = ((stepped - whole).norm() / whole.norm()).item()
-    if not error < 1e-4:
-        raise ValueError(f"decoded logits differ from the model's own by {error:.1e}: nothing is reported")
+def _peer_rows(name: str, model: str, context: int, ours: float, device: torch.device, repeats: int) -> list[Row]:
+    where = f"batch 1, context {context:,}"
+    try:
+        theirs = _peer_speed(name, preset(model), context, device, repeats)
+    except Exception as error:  # a peer that fails is a row that says so
+        return [missing(f"decode {name}, {where}", "tokens/s", reason(error))]
+    finally:
+        release(device)
+    return [
+        Row(f"decode {name}, {where}", theirs, "tokens/s", note="recomputes" if name == "pypi-gss" else ""),
+        Row(f"decode {model} over {name}, {where}", ours / theirs, "×", None, name, ours / theirs),
+    ]
+
+
+def _peer_speed(name: str, like: ModelConfig, context: int, device: torch.device, repeats: int) -> float:
+    release(device)
+    torch.manual_seed(0)
+    if name not in FOREIGN:
+        other = build_model(preset(name, vocab_size=like.vocab_size)).to(device).eval()
+        run = _round(_decoder(other, _state(other, 1, context)), 1, device)
+        return BLOCK / median_seconds({name: run}, repeats)[name]
+    foreign = build_foreign(name, like, context + BLOCK * (repeats + 2)).to(device).eval()
+    tokens = torch.randint(0, like.vocab_size, (1, context), device=device)
+    count = 1 if name == "pypi-gss" else BLOCK
+    with autocast(device):
+        step = foreign.continuation(tokens)
+
+        def rounds() -> Tensor:
+            for _ in range(count):
+                token = step()
+            return token.cpu()  # waits for the device
+
+        return count / median_seconds({name: rounds}, max(1, repeats // 2))[name]

@@ -1,5 +1,7 @@
 """Timing and peak memory, fair to both sides: alternating runs in one process, memory in a fresh one each."""
 
+import gc
+import itertools
 import multiprocessing
 import resource
 import statistics
@@ -7,7 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 Name = TypeVar("Name")
 
@@ -22,6 +27,44 @@ def median_seconds(contestants: Mapping[Name, Callable[[], Any]], repeats: int) 
             if turn:
                 seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def intervals(function: Callable[[], Any], repeats: int, device: "torch.device", warmup: int = 3) -> list[float]:
+    """Seconds of each of `repeats` calls in a row, after warming up.
+
+    On a GPU by events between calls that are not waited for, as a training loop does not wait either: where the host
+    is the slower one, its time is what is measured.
+    """
+    import torch
+
+    for _ in range(warmup):
+        function()
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            function()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize(device)
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+def release(device: "torch.device") -> None:
+    """Give back what nothing refers to any more, compiled code too: the next contestant starts afresh."""
+    import torch
+
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> int:

@@ -1,10 +1,10 @@
-"""Public implementations to measure beside, built with our layer's weights so that both compute one function."""
+"""PyPI's GSS: its layer with our layer's weights, so that both compute one function, and its language model."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gss.model import LanguageModel
+from gss.config import ModelConfig
 from gss.nn.gss import GSSLayer
 
 if TYPE_CHECKING:
@@ -41,13 +41,12 @@ def pypi_gss(layer: GSSLayer) -> "GSS":
     return peer
 
 
-def pypi_gss_model(model: LanguageModel) -> "GatedStateSpacesLM":
+def pypi_gss_model(config: ModelConfig) -> "GatedStateSpacesLM":
     """PyPI's language model with the sizes of ours and weights of its own: it has no last norm, its head is untied."""
     try:
         from gated_state_spaces_pytorch import GatedStateSpacesLM
     except ImportError:
         raise ValueError(_MISSING) from None
-    config = model.config
     return GatedStateSpacesLM(
         num_tokens=config.vocab_size,
         dim=config.width,

@@ -1,0 +1,256 @@
+"""Every goal of the speed table, measured in one run on one GPU beside the peers.
+
+    python benchmarks/h200.py --out benchmarks/results/h200.json [SECTION …] [--commit ID] [--repeats 10]
+
+Sections: train long decode prefill hybrid dss errors peers; all of them without a name. What is measured is what
+`gss bench` measures, by the same functions: correctness first, medians, fresh models, the machine's ceilings in the
+same run. The file is written anew after every section, so that a run cut short keeps what it had; a section that fails
+is a row that says why. `--trial` takes tiny presets and short lengths, to see on any machine that everything runs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from gss.bench.ceilings import Ceilings, measure_ceilings
+from gss.bench.check import check_training
+from gss.bench.decode import bench_decode
+from gss.bench.layer import bench_layer
+from gss.bench.measure import release
+from gss.bench.prefill import bench_prefill
+from gss.bench.results import Row, document, missing, table
+from gss.bench.train import Training, measure_training, ratio_row, reason, training_rows
+from gss.presets import preset
+from gss.train.distributed import pick_device
+
+
+@dataclass
+class Run:
+    """The settings of a run and what it has found so far."""
+
+    device: torch.device
+    ceilings: Ceilings
+    repeats: int
+    trial: bool
+    rows: list[Row] = field(default_factory=list)
+    """Everything measured, in order."""
+    goals: list[Row] = field(default_factory=list)
+    """The table's rows."""
+    best: dict[str, Training] = field(default_factory=dict)
+    """The fastest shape of each model at the usual length, by the model's name."""
+    compiled: bool = True
+    """Whether our state-space models are faster compiled; found out by the train section."""
+
+    @property
+    def suffix(self) -> str:
+        return "-tiny" if self.trial else ""
+
+    @property
+    def length(self) -> int:
+        return 256 if self.trial else 4096
+
+    @property
+    def long(self) -> int:
+        return 1024 if self.trial else 65_536
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return (1, 2) if self.trial else (8, 16, 32)
+
+    def train(self, name: str, batch: int, length: int, compiled: bool, use_fast: bool = True) -> Training | None:
+        """Measure, keep the rows, remember the best; None where it failed."""
+        where, like = f"{batch}×{length}", preset(f"gss{self.suffix}")
+        how = f", {'compiled' if compiled else 'eager'}{'' if use_fast else ', plain paths'}"
+        try:
+            found = measure_training(name, batch, length, self.device, compiled, use_fast, self.repeats, like=like)
+        except Exception as error:  # out of memory, a peer that is not installed: a row that says so
+            self.keep([missing(f"training {name}, {where}{how}", "tokens/s", reason(error))])
+            return None
+        self.keep(training_rows(name, where, found, self.ceilings.square, note=how))
+        if length == self.length and use_fast:
+            before = self.best.get(name)
+            if before is None or found.tokens_per_second > before.tokens_per_second:
+                self.best[name] = found
+        return found
+
+    def keep(self, rows: Iterable[Row], goals: bool = False) -> None:
+        """Keep rows and show them at once."""
+        for row in rows:
+            (self.goals if goals else self.rows).append(row)
+            print(table([row]).splitlines()[-1], flush=True)
+
+    def goal(
+        self, name: str, value: float | None, unit: str, goal: float, note: str = "", like: Row | None = None
+    ) -> None:
+        """Keep a row of the table."""
+        row = Row(name, value, unit, goal, note=note)
+        self.keep([replace(row, peer=like.peer, ratio=like.ratio) if like else row], goals=True)
+
+
+def errors(run: Run) -> None:
+    """Each path's error against float64: the state space, the layer, loss and gradients of the whole model."""
+    shapes = ((2, run.length), (1, run.long))
+    config = preset(f"gss{run.suffix}", norm_epsilon=1e-5)
+    found = bench_layer(config=config, shapes=shapes, device=run.device, peers=["pypi-gss"], repeats=run.repeats)
+    run.keep(row for row in found if row.unit != "relative error")
+    run.keep((row for row in found if row.unit == "relative error"), goals=True)
+    for name in ("gss", "gss-hybrid", "dss"):
+        for what, error in check_training(preset(name + run.suffix), run.device, run.length).items():
+            note = f"against float64; plain bf16 paths {error.plain:.1e}"
+            run.goal(f"error of {name}'s {what}", error.measured, "relative error", error.limit, note)
+        release(run.device)
+
+
+def train(run: Run) -> None:
+    """GSS at the usual length, its best batch and whether compiling helps; PyPI's GSS and a compiled Transformer."""
+    name, middle = f"gss{run.suffix}", run.batches[1]
+    eager = run.train(name, middle, run.length, compiled=False)
+    compiled = run.train(name, middle, run.length, compiled=True)
+    run.compiled = eager is None or (compiled is not None and compiled.tokens_per_second > eager.tokens_per_second)
+    at_middle = compiled if run.compiled else eager
+    for batch in run.batches:
+        if batch != middle:
+            run.train(name, batch, run.length, run.compiled)
+    run.train(name, middle, run.length, run.compiled, use_fast=False)
+    for batch in run.batches[:2]:
+        run.train("pypi-gss", batch, run.length, compiled=False)
+    for batch in run.batches[1:]:
+        run.train(f"transformer{run.suffix}", batch, run.length, compiled=True)
+    ours = run.best[name]
+    where = f"L={run.length}, best batch"
+    run.goal(f"training gss, {where}", ours.tokens_per_second, "tokens/s", 430_000)
+    mfu = ours.mfu(run.ceilings.square)
+    run.goal(f"MFU of gss, {where}", mfu, "of matmul rate", 0.65, "6·parameters·tokens/s ÷ bf16 matmul 8192³")
+    for peer, goal in (("pypi-gss", 2.6), (f"transformer{run.suffix}", 1.3)):
+        if peer in run.best:
+            run.keep([ratio_row(f"training gss over {peer}, {where}", peer, ours, run.best[peer], goal)], goals=True)
+        else:
+            run.keep([missing(f"training gss over {peer}, {where}", "×", "the peer gave no figure", goal)], goals=True)
+    peak = at_middle.peak_bytes if at_middle else None
+    run.goal(f"peak memory of gss, {middle}×{run.length}", peak and peak / 1e9, "GB", 30.0)
+
+
+def long(run: Run) -> None:
+    """One sequence of 65,536 tokens."""
+    ours = run.train(f"gss{run.suffix}", 1, run.long, run.compiled)
+    other = run.train(f"transformer{run.suffix}", 1, run.long, compiled=True)
+    name = f"training gss, L={run.long}"
+    row = ratio_row(name, "transformer", ours, other) if ours and other else None
+    run.goal(name, ours and ours.tokens_per_second, "tokens/s", 400_000, like=row)
+
+
+def dss(run: Run) -> None:
+    """GSS over DSS at the paper's sizes, each at its best: DSS compiled and not, at two batches."""
+    eager = run.train(f"dss{run.suffix}", run.batches[0], run.length, compiled=False)
+    compiled = run.train(f"dss{run.suffix}", run.batches[0], run.length, compiled=True)
+    better = eager is None or (compiled is not None and compiled.tokens_per_second > eager.tokens_per_second)
+    run.train(f"dss{run.suffix}", run.batches[1], run.length, better)
+    theirs = run.best.get(f"dss{run.suffix}")
+    ours = run.best.get(f"gss{run.suffix}") or run.train(f"gss{run.suffix}", run.batches[1], run.length, run.compiled)
+    if ours is None or theirs is None:
+        raise ValueError("GSS or DSS gave no figure")
+    run.keep([ratio_row(f"training gss over dss, L={run.length}", "dss", ours, theirs, 3.0)], goals=True)
+
+
+def hybrid(run: Run) -> None:
+    """GSS-Hybrid-L's share of the matrix rate."""
+    name = "gss-hybrid-tiny" if run.trial else "gss-hybrid-l"
+    found = run.train(name, run.batches[1], run.length, run.compiled)
+    mfu = found and found.mfu(run.ceilings.square)
+    run.goal(f"MFU of gss-hybrid-l, L={run.length}", mfu, "of matmul rate", 0.6, "6·parameters·tokens/s")
+
+
+def prefill(run: Run) -> None:
+    """One prompt of 65,536 tokens to the state and the last logits, whole and in pieces."""
+    found: list[Row] = []
+    for compiled in (False, True):
+        found += bench_prefill(
+            model=f"gss{run.suffix}",
+            shapes=[(1, run.long)],
+            device=run.device,
+            pieces=(run.long,) if compiled else (run.long, run.long // 4),
+            peers=() if compiled else ("transformer", "pypi-gss"),
+            compiled=compiled,
+            repeats=run.repeats,
+        )
+    run.keep(found)
+    speeds = [row.value for row in found if row.name.startswith("prefill gss") and row.unit == "tokens/s"]
+    run.goal(f"prefill gss, 1×{run.long}", max(filter(None, speeds)), "tokens/s", 1_200_000)
+    for row in found:
+        if row.unit == "relative error":
+            run.keep([row], goals=True)
+
+
+def decode(run: Run) -> None:
+    """Greedy decoding at batch 1 and 64, after contexts up to a million tokens, beside PyPI's, which recomputes."""
+    contexts = (64, 128, 256) if run.trial else (1024, 4096, 65_536, 1_048_576)
+    found = bench_decode(
+        model=f"gss{run.suffix}",
+        device=run.device,
+        batches=(1, 64),
+        contexts=contexts,
+        peers=("pypi-gss", "transformer"),
+        peer_context=contexts[1],
+        repeats=run.repeats,
+    )
+    goals = {"over pypi-gss": 100.0, "batch 1, context": 5000.0, "batch 64, context": 150_000.0}
+    for row in found:
+        goal = next((goal for part, goal in goals.items() if part in row.name), None)
+        ours = row.name.startswith(f"decode gss{run.suffix}") and "over transformer" not in row.name
+        first = row.name.endswith(f"context {contexts[0]:,}") or row.unit in ("×", "× as long")
+        if row.unit == "relative error" or (ours and first):
+            run.keep([replace(row, goal=row.goal or goal)], goals=True)
+        else:
+            run.keep([row])
+
+
+def peers(run: Run) -> None:
+    """Models of other libraries of about the same size, at the smallest batch."""
+    for name in ("hf-llama", "fla-gla", "fla-mamba2"):
+        run.train(name, run.batches[0], run.length, compiled=True)
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    section.__name__: section for section in (train, long, decode, prefill, hybrid, dss, errors, peers)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"from: {' '.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--trial", action="store_true")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"there is no section {unknown[0]!r}; choose from: {', '.join(SECTIONS)}")
+    device = pick_device("auto")
+    run = Run(device, measure_ceilings(device), arguments.repeats, arguments.trial)
+    release(device)
+    print(json.dumps(run.ceilings.as_dict(), ensure_ascii=False), flush=True)
+    command = " ".join(["python", *sys.argv])
+    for name in arguments.sections or SECTIONS:
+        started = time.perf_counter()
+        print(f"\n== {name}", flush=True)
+        try:
+            SECTIONS[name](run)
+        except Exception as error:  # the other sections still count
+            run.keep([missing(f"section {name}", "", reason(error))], goals=True)
+        release(device)
+        print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
+        found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), command, arguments.commit)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"\n{table(run.goals)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What the machine can do at most, measured in the run that it is compared with: matrix products and copies."""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from gss.bench.measure import intervals
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of the best the machine has: bf16 products on a GPU, float32 on a CPU."""
+
+    square: float
+    """FLOP/s of a large square product; what MFU is measured against."""
+    tall: float | None
+    """FLOP/s of a product of a training step's shape, 131072×1024×4096; GPU alone."""
+    copy: float
+    """Bytes/s of a copy within the device, read and written ones counted."""
+    square_size: int
+    precision: str
+
+    def as_dict(self) -> dict[str, float]:
+        """By what was measured, for a header."""
+        named = {f"{self.precision} matmul {self.square_size}³, TFLOP/s": self.square / 1e12}
+        if self.tall is not None:
+            named[f"{self.precision} matmul 131072×1024×4096, TFLOP/s"] = self.tall / 1e12
+        return {**named, "device copy, TB/s": self.copy / 1e12}
+
+
+def measure_ceilings(device: torch.device, repeats: int = 15) -> Ceilings:
+    """Medians on random data (products of zeros draw less power and run faster)."""
+    on_gpu = device.type == "cuda"
+    dtype, size = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 1024)
+    square = _product_rate(size, size, size, dtype, device, repeats)
+    tall = _product_rate(131_072, 1024, 4096, dtype, device, repeats) if on_gpu else None
+    source = torch.randn((1 << 31 if on_gpu else 1 << 26) // 4, device=device)  # 2 GiB, 64 MiB: beyond any cache
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / statistics.median(intervals(lambda: target.copy_(source), repeats, device))
+    return Ceilings(square, tall, copy, size, "bf16" if on_gpu else "float32")
+
+
+def _product_rate(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    right = torch.randn(inner, columns, device=device, dtype=dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
+    seconds = statistics.median(intervals(lambda: torch.mm(left, right, out=out), repeats, device))
+    return 2 * rows * inner * columns / seconds

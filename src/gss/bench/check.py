@@ -1,0 +1,97 @@
+"""Correctness before speed: what is measured against plain arithmetic in float64, and a refusal where it differs.
+
+The limit is what reduced precision costs anyway: a path may be as far from float64 as bf16 operands are, or a few times
+as far as plain PyTorch in the same precision, and never further.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gss.config import ModelConfig
+from gss.model import LanguageModel, build_model
+from gss.ops import fast
+from gss.train.step import LossModule
+
+BF16_LIMIT, FLOAT32_LIMIT = 2e-2, 1e-4
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far the measured path and the plain one are from float64."""
+
+    measured: float
+    plain: float
+    limit: float
+
+    def demand(self, what: str) -> "Errors":
+        """Refuse to go on where the measured path is too far off."""
+        if not self.measured <= self.limit:
+            raise ValueError(
+                f"{what} differs from float64 by {self.measured:.1e} (plain paths: {self.plain:.1e}, limit "
+                f"{self.limit:.1e}): nothing is reported"
+            )
+        return self
+
+
+def limited(measured: float, plain: float, device: torch.device) -> Errors:
+    """The two errors with the limit of a device's precision."""
+    return Errors(measured, plain, max(BF16_LIMIT if device.type == "cuda" else FLOAT32_LIMIT, 3 * plain))
+
+
+def paths(use_fast: bool) -> AbstractContextManager[None]:
+    """The GPU kernels where they are available, or plain PyTorch."""
+    return nullcontext() if use_fast else fast.disabled()
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 on a GPU, float32 on a CPU: what training and prefill run in."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64; NaN compares as infinitely far."""
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
+    return float("inf") if torch.isnan(error) else error.item()
+
+
+def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The relative error of several tensors, taken as one long vector."""
+    pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
+    difference = torch.stack([(a - e).square().sum() for a, e in pairs]).sum().sqrt()
+    error = difference / torch.stack([e.square().sum() for _, e in pairs]).sum().sqrt().clamp(min=1e-300)
+    return float("inf") if torch.isnan(error) else error.item()
+
+
+def check_training(config: ModelConfig, device: torch.device, length: int) -> dict[str, Errors]:
+    """Errors of the loss and of all gradients together on a small batch, refused where they are too large."""
+    torch.manual_seed(0)
+    model = build_model(config).to(device)
+    rows, length = 2, min(length, 1024 if device.type == "cuda" else 128)
+    tokens, targets = torch.randint(0, config.vocab_size, (2, rows, length), device=device)
+    measured = _loss_and_gradients(model, tokens, targets, use_fast=True)
+    plain = _loss_and_gradients(model, tokens, targets, use_fast=False)
+    exact = _loss_and_gradients(model.double(), tokens, targets, use_fast=False)
+    errors = {}
+    for what, part in (("loss", slice(0, 1)), ("gradients", slice(1, None))):
+        measured_error, plain_error = (joint_error(found[part], exact[part]) for found in (measured, plain))
+        errors[what] = limited(measured_error, plain_error, device).demand(f"the {what} of a small batch")
+    # One small parameter's gradient may be all wrong and be lost in the sum; alone it is allowed more noise.
+    names = (name for name, _ in model.named_parameters())
+    for name, ours, reference, truth in zip(names, measured[1:], plain[1:], exact[1:], strict=True):
+        own, usual = relative_error(ours, truth), relative_error(reference, truth)
+        Errors(own, usual, max(0.1, 4 * usual)).demand(f"the gradient of {name}")
+    return errors
+
+
+def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, use_fast: bool) -> list[Tensor]:
+    precise = model.embedding.weight.dtype == torch.float64
+    with paths(use_fast):
+        with nullcontext() if precise else autocast(tokens.device):
+            loss, _ = LossModule(model)(tokens, targets, torch.ones_like(targets, dtype=torch.bool), None, None, False)
+        gradients = torch.autograd.grad(loss / targets.numel(), list(model.parameters()), allow_unused=True)
+    zeros = (g if g is not None else torch.zeros_like(p) for g, p in zip(gradients, model.parameters(), strict=True))
+    return [loss.detach().reshape(1), *zeros]

@@ -1,0 +1,164 @@
+"""What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table.
+
+Imports torch only where it is asked for: the data pipeline's memory is measured with this module loaded.
+"""
+
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long"})
+"""Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
+
+_PACKAGES = ("gss-lm", "torch", "triton", "transformers", "gated-state-spaces-pytorch", "flash-linear-attention")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what it is, what it should be, and how it compares."""
+
+    name: str
+    value: float | None
+    """None where there is no figure; `note` says why."""
+    unit: str
+    goal: float | None = None
+    """At least this, or at most for units of which less is better."""
+    peer: str | None = None
+    """What it is compared with: the name of a peer whose own row is in the list."""
+    ratio: float | None = None
+    """How many times as good as the peer: over 1 is better, whatever the unit."""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        if self.goal is None:
+            return None
+        if self.value is None:
+            return False
+        return self.value <= self.goal if self.unit in LESS_IS_BETTER else self.value >= self.goal
+
+    def beside(self, peer: str, value: float | None) -> "Row":
+        """The row compared with a peer's value in the same unit; unchanged where the peer has none."""
+        if not value or not self.value:
+            return self
+        ratio = value / self.value if self.unit in LESS_IS_BETTER else self.value / value
+        return replace(self, peer=peer, ratio=ratio)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, where NaN and infinity have no place."""
+        values = asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Row:
+    """The row of something that could not be measured."""
+    return Row(name, None, unit, goal, note=reason)
+
+
+def document(
+    rows: Iterable[Row],
+    device: "torch.device",
+    ceilings: Mapping[str, float] | None = None,
+    command: str | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """The rows under their header: command, commit, hardware, versions, date and ceilings."""
+    return {
+        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit or source_commit(),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ceilings": dict(ceilings or {}),
+        "rows": [row.as_dict() for row in rows],
+    }
+
+
+def hardware(device: "torch.device") -> str:
+    """The GPU's name, or the processor's and the threads used."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Python, torch, and what of the rest is installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_commit() -> str:
+    """The commit of the source tree this runs from, "-dirty" with changes in it; empty where there is none."""
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text in columns; columns that no row fills are left out."""
+    head = ("what", "value", "unit", "goal", "", "peer", "ratio", "note")
+    lines = [head]
+    for row in rows:
+        sign = "≤" if row.unit in LESS_IS_BETTER else "≥"
+        goal = "" if row.goal is None else f"{sign} {number(row.goal)}"
+        verdict = {None: "", True: "met", False: "missed"}[row.met]
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}×"
+        lines.append((row.name, number(row.value), row.unit, goal, verdict, row.peer or "", ratio, row.note))
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:]) or column[0] == "what"]
+    widths = [max(map(len, column)) for column in columns]
+    right = {"value", "goal", "ratio"}
+    text = []
+    for cells in zip(*columns, strict=True):
+        padded = (
+            cell.rjust(width) if column[0] in right else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, columns, strict=True)
+        )
+        text.append("  ".join(padded).rstrip())
+    text.insert(1, "-" * max(map(len, text)))
+    return "\n".join(text)
+
+
+def number(value: float | None) -> str:
+    """A figure in the digits that matter: 431,204 · 12.3 · 0.652 · 3.1e-04; a dash for None."""
+    if value is None:
+        return "–"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.01 or size == 0:
+        return f"{value:.3f}"
+    return f"{value:.1e}"
