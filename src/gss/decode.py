@@ -2,10 +2,12 @@
 
 Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
 caches written in place, and state spaces that touch their states once in a block of tokens. Sequences may join and
-leave between steps, at the cost of what they themselves hold.
+leave between steps, at the cost of what they themselves hold. `decoder` picks the fastest that fits: on a GPU, in
+reduced precision, a model of GSS layers runs as one CUDA graph.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from torch import Tensor
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.nn.stepping import join_rows, keep_rows
+from gss.ops import fast
+
+if TYPE_CHECKING:
+    from gss.graph_decode import GraphDecoder
 
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
@@ -68,3 +74,17 @@ class Decoder:
         self._position = self._position[list(rows)]
         for stepper in self._steppers:
             keep_rows(stepper, rows)
+
+
+def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> "Decoder | GraphDecoder":
+    """The fastest decoder that goes on from a state with the model's own answers, to the precision asked for.
+
+    A `GraphDecoder` where GPU kernels can run, the model is of parts that they have and bfloat16 is asked for, by
+    autocast around this call or by the model's parameters; else a `Decoder`.
+    """
+    if fast.usable(model.embedding.weight.device):
+        from gss import graph_decode
+
+        if graph_decode.reduced_precision(model) and graph_decode.supports(model, block):
+            return graph_decode.GraphDecoder(model, state, block)
+    return Decoder(model, state, block)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gss.data import Tokenizer
-from gss.decode import Decoder
+from gss.decode import decoder
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
@@ -142,7 +142,7 @@ def stream_many(
     seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         seen[row, list(prompt)] = True
-    decoder = Decoder(model, state)
+    steps = decoder(model, state)
     going = [True] * len(prompts)
     for produced in range(1, max_tokens + 1):
         rows = zip(logits.cpu().split(1), seen.split(1), generators, strict=True)
@@ -153,7 +153,7 @@ def stream_many(
         yield [token if on else None for on, token in zip(going, tokens.tolist(), strict=True)]
         seen.scatter_(1, tokens.unsqueeze(1), True)
         if produced < max_tokens:
-            logits = decoder.step(tokens.to(device))
+            logits = steps.step(tokens.to(device))
 
 
 def stream(

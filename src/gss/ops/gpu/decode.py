@@ -1,0 +1,218 @@
+"""One token of one sequence through a GSS model: matrix–vector products at the speed of memory.
+
+The fast path of `gss.nn.gss` and `gss.nn.stepping` for a single row; `decode_batch` has the one for several. The
+sizes of the 192M preset in bytes: a layer's weights are 8.9 MB (gate and inner, stacked), 2.1 MB (context) and 8.4 MB
+(output), the head is 65.5 MB; 376 MB in all, 90 µs at 4.2 TB/s. Nothing else is of that order, so that is the floor.
+
+What stands between a kernel and that floor is latency: a product of 2 µs of bytes waits for the one before it,
+starts, loads, reduces. Each kernel here therefore loads its weights, which depend on nothing, *before* it waits for
+the kernel before it (`ready`, programmatic dependent launch), a tile of some 32 KB a program held in registers; only
+the small vectors are loaded after. Three kernels a layer:
+
+1. `gate_inner_one`: norm, then [gate; inner] with bias and activation. Further programs of the same launch compute
+   what earlier tokens add to this one's output of the state space (`earlier_outputs`), which needs none of it.
+2. `context_one`: inner norm, the state space's output, context product, times the gate.
+3. `output_one`: output product, added to the residual stream.
+
+Then `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and the
+state are float32; only the weights are bfloat16.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def ready(OVERLAP: tl.constexpr):
+    """Let the next kernel start to load its weights, and wait until every kernel before has written its results."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The config's activation of float32 values."""
+    if ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "swish":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "relu", "an activation that the kernels do not have")
+        y = tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def normed(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: tl.constexpr):
+    """The norm of a vector whose places outside the mask are 0: layer norm if CENTRED, else by the root mean square."""
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon) * scale + shift
+
+
+@triton.jit
+def earlier_outputs(
+    tile, inputs_at, taps_at, echo_at, base_at, read, rows, H: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr
+):
+    """y of this token but for its own input: what the block's starting state gives, and the block's earlier inputs.
+
+    Inputs and the state's echo are [W, B·H], taps [W, H]; `base` [B·H] is written.
+    """
+    row = tile * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, W_PAD)
+    inside = (place[:, None] < read) & (row[None, :] < rows)
+    held = tl.load(inputs_at + place[:, None] * rows + row[None, :], mask=inside, other=0.0)
+    taps = tl.load(taps_at + (read - place)[:, None] * H + (row % H)[None, :], mask=inside, other=0.0)
+    echo = tl.load(echo_at + read * rows + row, mask=row < rows, other=0.0)
+    tl.store(base_at + row, echo + tl.sum(held * taps, 0), mask=row < rows)
+
+
+@triton.jit
+def embed_rows(
+    tokens_at, position_at, read_at, embedding_at, wavenumber_at, x_at,
+    V, E: tl.constexpr, W, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """x [B, E] for the next tokens, a program a row; moves the positions and the place in the block on by one.
+
+    A token outside the vocabulary gives NaN, which reaches the logits, instead of a read outside the table.
+    """
+    row = tl.program_id(0)
+    k = tl.arange(0, E_PAD)
+    ready(OVERLAP)
+    token = tl.load(tokens_at + row)
+    known = (token >= 0) & (token < V)
+    x = tl.load(embedding_at + token * E + k, mask=known & (k < E), other=float("nan")).to(tl.float32)
+    position = tl.load(position_at + row)
+    if SINUSOIDS:
+        half: tl.constexpr = E // 2
+        turns = position.to(tl.float64) * tl.load(wavenumber_at + k % half)  # angles ÷ 2π
+        angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
+        x += tl.where(k < half, tl.sin(angle), tl.cos(angle)).to(embedding_at.dtype.element_ty)
+    tl.store(x_at + row * E + k, x, mask=k < E)
+    tl.store(position_at + row, position + 1)
+    if row == 0:
+        tl.store(read_at, (tl.load(read_at) + 1) % W)
+
+
+@triton.jit
+def gate_inner_one(
+    x_at, scale_at, shift_at, weight_at, bias_at, gate_at, inner_at,
+    inputs_at, taps_at, echo_at, base_at, read_at, epsilon,
+    E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
+    E_PAD: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """v = φ(W₂ norm(x) + b₂) [F] and φ(W₁ norm(x) + b₁) [H]; the programs beyond their tiles do `earlier_outputs`."""
+    tile = tl.program_id(0)
+    tiles: tl.constexpr = (F + H + ROWS - 1) // ROWS
+    if tile < tiles:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        k = tl.arange(0, E_PAD)
+        inside = (row[:, None] < F + H) & (k[None, :] < E)
+        weight = tl.load(weight_at + row[:, None] * E + k[None, :], mask=inside, other=0.0)
+        scale = tl.load(scale_at + k, mask=k < E, other=0.0)
+        shift = tl.load(shift_at + k, mask=k < E, other=0.0)
+        bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
+        ready(OVERLAP)
+        x = tl.load(x_at + k, mask=k < E, other=0.0)
+        x = normed(x, k < E, scale, shift, epsilon, E, CENTRED)
+        y = activated(tl.sum(weight.to(tl.float32) * x[None, :], 1) + bias, ACTIVATION)
+        tl.store(gate_at + row, y.to(gate_at.dtype.element_ty), mask=row < F)
+        tl.store(inner_at + row - F, y, mask=(row >= F) & (row < F + H))
+    else:
+        ready(OVERLAP)
+        read = tl.load(read_at)
+        earlier_outputs(tile - tiles, inputs_at, taps_at, echo_at, base_at, read, H, H, W_PAD, CHANNELS)
+
+
+@triton.jit
+def context_one(
+    inner_at, scale_at, shift_at, base_at, taps_at, inputs_at, read_at, weight_at, bias_at, gate_at, gated_at, epsilon,
+    F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr,
+    H_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """(W₃ y + b₃) ∗ v [F], where y = base + K₀ ∗ u for u = norm(inner), which joins the block's inputs."""
+    tile = tl.program_id(0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, H_PAD)
+    inside = (row[:, None] < F) & (h[None, :] < H)
+    weight = tl.load(weight_at + row[:, None] * H + h[None, :], mask=inside, other=0.0)
+    scale = tl.load(scale_at + h, mask=h < H, other=0.0)
+    shift = tl.load(shift_at + h, mask=h < H, other=0.0)
+    first_tap = tl.load(taps_at + h, mask=h < H, other=0.0)
+    bias = tl.load(bias_at + row, mask=row < F, other=0.0)
+    ready(OVERLAP)
+    inner = tl.load(inner_at + h, mask=h < H, other=0.0)
+    base = tl.load(base_at + h, mask=h < H, other=0.0)
+    gate = tl.load(gate_at + row, mask=row < F, other=0.0).to(tl.float32)
+    u = normed(inner, h < H, scale, shift, epsilon, H, CENTRED)
+    y = base + first_tap * u
+    context = tl.sum(weight.to(tl.float32) * y[None, :], 1) + bias
+    tl.store(gated_at + row, (context * gate).to(gated_at.dtype.element_ty), mask=row < F)
+    if tile == 0:
+        tl.store(inputs_at + tl.load(read_at) * H + h, u, mask=h < H)
+
+
+@triton.jit
+def output_one(
+    gated_at, weight_at, bias_at, x_at,
+    E: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """x += W₄ gated + b₄, in place; a program reads whole rows of the weight, COLUMNS at a time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, COLUMNS)
+    places = row[:, None] * F + k[None, :]
+    weight = tl.load(weight_at + places, mask=(row[:, None] < E) & (k[None, :] < F), other=0.0)
+    bias = tl.load(bias_at + row, mask=row < E, other=0.0)
+    ready(OVERLAP)
+    x = tl.load(x_at + row, mask=row < E, other=0.0)
+    gated = tl.load(gated_at + k, mask=k < F, other=0.0).to(tl.float32)
+    total = tl.sum(weight.to(tl.float32) * gated[None, :], 1)
+    for start in range(COLUMNS, F, COLUMNS):
+        inside = start + k < F
+        weight = tl.load(weight_at + places + start, mask=(row[:, None] < E) & inside[None, :], other=0.0)
+        gated = tl.load(gated_at + start + k, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(weight.to(tl.float32) * gated[None, :], 1)
+    tl.store(x_at + row, x + total + bias, mask=row < E)
+
+
+@triton.jit
+def head_one(
+    x_at, scale_at, shift_at, weight_at, logits_at, best_at, best_token_at, epsilon, factor,
+    V, E: tl.constexpr, CENTRED: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Logits [V] of factor·norm(x), and the largest of every tile of ROWS tokens with its token."""
+    tile = tl.program_id(0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, E_PAD)
+    inside = (row[:, None] < V) & (k[None, :] < E)
+    weight = tl.load(weight_at + row.to(tl.int64)[:, None] * E + k[None, :], mask=inside, other=0.0)
+    scale = tl.load(scale_at + k, mask=k < E, other=0.0)
+    shift = tl.load(shift_at + k, mask=k < E, other=0.0)
+    ready(OVERLAP)
+    x = tl.load(x_at + k, mask=k < E, other=0.0)
+    x = normed(x, k < E, scale, shift, epsilon, E, CENTRED) * factor
+    logits = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    tl.store(logits_at + row, logits, mask=row < V)
+    logits = tl.where(row < V, logits, float("-inf"))
+    best, place = tl.max(logits, 0, return_indices=True)
+    tl.store(best_at + tile, best)
+    tl.store(best_token_at + tile, tile * ROWS + place)
+
+
+@triton.jit
+def choose_next(
+    best_at, best_token_at, tokens_at, history_at, read_at, tiles,
+    TILES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The likeliest token of each row (a program), from the tiles' [B, tiles]; the lowest id where several tie."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES_PAD)
+    ready(OVERLAP)
+    best = tl.load(best_at + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    token = tl.load(best_token_at + row * tiles + tl.argmax(best, 0)).to(tl.int64)
+    tl.store(tokens_at + row, token)
+    tl.store(history_at + tl.load(read_at) * tl.num_programs(0) + row, token)

@@ -1,0 +1,174 @@
+"""One token of several sequences through a GSS model: products of weights with a few columns, on tensor cores.
+
+The fast path of `gss.nn.gss` and `gss.nn.stepping` for batches; `decode` has the one for a single row and the parts
+they share. The weights' 376 MB are read once for up to 64 rows, still 90 µs at 4.2 TB/s and the floor; a batch of 64
+adds 1 MB of activations a layer (from the cache, by every program that needs them), 2 MB of the block's inputs a
+layer on average and 8 MB of logits. 25 GFLOP are 33 µs.
+
+Weights are the left operand of every product, so that their many rows fill the tensor cores' 16 to 64 and the batch is
+the narrow side: 16, 32 or 64 columns, masked. More than 64 rows take another round. Four kernels a layer: the norm is
+one of its own here, because recomputing it would cost every program the partial sums that the split output product
+leaves. Activations between kernels are bfloat16; sums, norms, the residual stream and the state are float32.
+"""
+
+import triton
+import triton.language as tl
+
+from gss.ops.gpu.decode import activated, earlier_outputs, normed, ready
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, total):
+    """a·b + total, bfloat16 operands summed in float32."""
+    if INTERPRETED:  # Triton's interpreter takes bfloat16 numbers for integers here
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
+def normed_rows(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: tl.constexpr):
+    """`decode.normed` of each row."""
+    if CENTRED:
+        x = tl.where(inside, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
+    return x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + epsilon)[:, None] * scale[None, :] + shift[None, :]
+
+
+@triton.jit
+def add_and_norm(
+    x_at, partial_at, bias_at, scale_at, shift_at, normed_at, epsilon, factor,
+    B, E: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """x [B, E] += the partial sums [SPLITS, B, E] of the layer before and its bias; factor·norm(x). A program a row."""
+    row = tl.program_id(0)
+    k = tl.arange(0, E_PAD)
+    scale = tl.load(scale_at + k, mask=k < E, other=0.0)
+    shift = tl.load(shift_at + k, mask=k < E, other=0.0)
+    ready(OVERLAP)
+    x = tl.load(x_at + row * E + k, mask=k < E, other=0.0)
+    if SPLITS > 0:
+        x += tl.load(bias_at + k, mask=k < E, other=0.0)
+        for split in tl.static_range(SPLITS):
+            x += tl.load(partial_at + (split * B + row) * E + k, mask=k < E, other=0.0)
+        tl.store(x_at + row * E + k, x, mask=k < E)
+    x = normed(x, k < E, scale, shift, epsilon, E, CENTRED) * factor
+    tl.store(normed_at + row * E + k, x.to(normed_at.dtype.element_ty), mask=k < E)
+
+
+@triton.jit
+def product(
+    left_at, right_at, row, column, rows, columns, start, K: tl.constexpr, LENGTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """left · rightᵀ over LENGTH of the K columns of both, from `start` (a multiple of it): [ROWS, COLUMNS] float32."""
+    k = start + tl.arange(0, DEPTH)
+    left = left_at + row.to(tl.int64)[:, None] * K + k[None, :]
+    right = right_at + column[:, None] * K + k[None, :]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for at in range(0, LENGTH, DEPTH):
+        if K % LENGTH == 0 and LENGTH % DEPTH == 0:
+            a = tl.load(left + at, mask=(row < rows)[:, None], other=0.0)
+            b = tl.load(right + at, mask=(column < columns)[:, None], other=0.0)
+        else:
+            inside = ((at + tl.arange(0, DEPTH) < LENGTH) & (at + k < K))[None, :]
+            a = tl.load(left + at, mask=(row < rows)[:, None] & inside, other=0.0)
+            b = tl.load(right + at, mask=(column < columns)[:, None] & inside, other=0.0)
+        total = dot(a, tl.trans(b), total)
+    return total
+
+
+@triton.jit
+def gate_inner_many(
+    normed_at, weight_at, bias_at, gate_at, inner_at, inputs_at, taps_at, echo_at, base_at, read_at,
+    B, E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr, W_PAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`decode.gate_inner_one` of normed rows [B, E]: gates [B, F] and inner [B, H]; the batch is the grid's axis 1."""
+    tile = tl.program_id(0)
+    tiles: tl.constexpr = (F + H + ROWS - 1) // ROWS
+    if tile < tiles:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
+        ready(OVERLAP)
+        total = product(weight_at, normed_at, row, column, F + H, B, 0, E, E, ROWS, COLUMNS, DEPTH)
+        y = activated(total + bias[:, None], ACTIVATION)
+        gated = (row[:, None] < F) & (column[None, :] < B)
+        tl.store(gate_at + column[None, :] * F + row[:, None], y.to(gate_at.dtype.element_ty), mask=gated)
+        mixed = (row[:, None] >= F) & (row[:, None] < F + H) & (column[None, :] < B)
+        tl.store(inner_at + column[None, :] * H + (row[:, None] - F), y, mask=mixed)
+    else:
+        ready(OVERLAP)
+        if tl.program_id(1) == 0:
+            read = tl.load(read_at)
+            earlier_outputs(tile - tiles, inputs_at, taps_at, echo_at, base_at, read, B * H, H, W_PAD, CHANNELS)
+
+
+@triton.jit
+def context_many(
+    inner_at, scale_at, shift_at, base_at, taps_at, inputs_at, read_at, weight_at, bias_at, gate_at, gated_at, epsilon,
+    B, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr,
+    H_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`decode.context_one` of rows: [B, F]; the inner norm and y are recomputed by every program of a batch's tile."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    h = tl.arange(0, H_PAD)
+    weight = tl.load(
+        weight_at + row[:, None] * H + h[None, :], mask=(row[:, None] < F) & (h[None, :] < H), other=0.0
+    )  # fmt: skip
+    scale = tl.load(scale_at + h, mask=h < H, other=0.0)
+    shift = tl.load(shift_at + h, mask=h < H, other=0.0)
+    first_tap = tl.load(taps_at + h, mask=h < H, other=0.0)
+    bias = tl.load(bias_at + row, mask=row < F, other=0.0)
+    ready(OVERLAP)
+    places = column[:, None] * H + h[None, :]
+    inside = (column[:, None] < B) & (h[None, :] < H)
+    inner = tl.load(inner_at + places, mask=inside, other=0.0)
+    u = normed_rows(inner, inside, scale, shift, epsilon, H, CENTRED)
+    if tl.program_id(0) == 0:
+        tl.store(inputs_at + tl.load(read_at) * (B * H) + places, u, mask=inside)
+    y = tl.load(base_at + places, mask=inside, other=0.0) + first_tap[None, :] * u
+    context = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + bias[:, None]
+    context = dot(weight, tl.trans(y.to(weight.dtype)), context)
+    places = column[None, :] * F + row[:, None]
+    inside = (row[:, None] < F) & (column[None, :] < B)
+    gate = tl.load(gate_at + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gated_at + places, (context * gate).to(gated_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def output_many(
+    gated_at, weight_at, partial_at,
+    B, E: tl.constexpr, F: tl.constexpr, SLICE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Partial sums [splits, B, E] of the output product, each over SLICE of the gate's width: the grid's axis 1."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    ready(OVERLAP)
+    total = product(weight_at, gated_at, row, column, E, B, split * SLICE, F, SLICE, ROWS, COLUMNS, DEPTH)
+    places = (split * B + column[None, :]) * E + row[:, None]
+    tl.store(partial_at + places, total, mask=(row[:, None] < E) & (column[None, :] < B))
+
+
+@triton.jit
+def head_many(
+    normed_at, weight_at, logits_at, best_at, best_token_at,
+    B, V, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`decode.head_one` of rows normed and scaled already: logits [B, V], the tiles' best [B, tiles]."""
+    tile = tl.program_id(0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ready(OVERLAP)
+    logits = product(weight_at, normed_at, row, column, V, B, 0, E, E, ROWS, COLUMNS, DEPTH)
+    places = column.to(tl.int64)[None, :] * V + row[:, None]
+    tl.store(logits_at + places, logits, mask=(row[:, None] < V) & (column[None, :] < B))
+    logits = tl.where((row < V)[:, None], logits, float("-inf"))
+    best, place = tl.max(logits, 0, return_indices=True)
+    tiles = tl.num_programs(0)
+    tl.store(best_at + column * tiles + tile, best, mask=column < B)
+    tl.store(best_token_at + column * tiles + tile, tile * ROWS + place, mask=column < B)

@@ -1,0 +1,259 @@
+"""A step of a GSS model as a list of kernel launches: what `gss.graph_decode` captures in a CUDA graph.
+
+Here are the tensors that the kernels work on, the tiles that they are cut into and the launches in their order;
+the kernels are in `decode` (one sequence), `decode_batch` (several) and `decode_fold` (the end of a block).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gss.ops.gpu import decode, decode_batch, decode_fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How one kernel is cut up; sizes are powers of two, and larger than the work is harmless."""
+
+    rows: int
+    """Rows of the weight (of the state, in the fold) a program."""
+    depth: int = 64
+    """Columns of the weight at a time (modes, in the fold), where a program does not take all at once."""
+    warps: int = 4
+    """Warps a program."""
+    stages: int = 3
+    """Loads in flight in the loop over columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tiles of every kernel; the defaults are the fastest found for the 192M preset on an H200."""
+
+    gate_one: Tile = Tile(rows=16)
+    context_one: Tile = Tile(rows=16)
+    output_one: Tile = Tile(rows=4, depth=4096)
+    head_one: Tile = Tile(rows=16)
+    gate_many: Tile = Tile(rows=32, depth=128)
+    context_many: Tile = Tile(rows=64, warps=8)
+    output_many: Tile = Tile(rows=64, depth=128)
+    head_many: Tile = Tile(rows=64, depth=128)
+    fold: Tile = Tile(rows=64, depth=16, stages=2)
+    splits: int = 8
+    """Parts of the gate's width that a batch's output product is cut into."""
+    channels: int = 32
+    """Rows of the state space a program of `earlier_outputs`."""
+    fold_precision: str = "tf32x3"
+    """Of the fold's products: tf32x3 has float32's accuracy, nearly."""
+    overlap: bool = True
+    """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
+
+    def with_(self, **changes: Any) -> "Tiles":
+        """The same with some tiles replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model as the kernels read it: weights in bfloat16, the rest float32; D layers, blocks of W tokens."""
+
+    embedding: Tensor  # [V, E], in the model's own precision
+    head: Tensor  # [V, E]
+    final_norm: tuple[Tensor, Tensor]  # scale and shift, [E]
+    norm: tuple[Tensor, Tensor]  # [D, E]
+    inner_norm: tuple[Tensor, Tensor]  # [D, H]
+    gate_inner: tuple[Tensor, Tensor]  # [D, F + H, E] and the bias [D, F + H]
+    context: tuple[Tensor, Tensor]  # [D, F, H], [D, F]
+    output: tuple[Tensor, Tensor]  # [D, E, F], [D, E]
+    taps: Tensor  # [D, W, H], the skip in tap 0
+    power: Tensor  # [D, 2, N]: a^W
+    into: Tensor  # [D, 2, W, N]: a^(W−1−j)
+    readout: Tensor  # [D, 2, H, N]
+    out_of: Tensor  # [D, 2, N, W]: a^(k+1), the imaginary plane negated
+    wavenumber: Tensor | None  # [E / 2] float64: turns a token of sinusoidal positions
+    activation: str
+    centred: bool
+    epsilon: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """D, V, E, F, H, N, W."""
+        depth, width, gate_width = self.output[0].shape
+        return (depth, self.head.shape[0], width, gate_width, *self.readout.shape[2:], self.taps.shape[1])
+
+
+class Buffers:
+    """What changes from step to step, B sequences."""
+
+    def __init__(self, weights: Weights, batch: int, tiles: Tiles) -> None:
+        D, V, E, F, H, N, W = weights.sizes
+        device = weights.head.device
+
+        def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        between = torch.float32 if batch == 1 else torch.bfloat16
+        head_rows = _rows(tiles.head_one, E) if batch == 1 else tiles.head_many.rows
+        self.batch = batch
+        self.tokens, self.position = room(batch, dtype=torch.int64), room(batch, dtype=torch.int64)
+        self.read = room(1, dtype=torch.int32)  # the place in the block of the last token
+        self.history = room(W, batch, dtype=torch.int64)  # the tokens chosen after each place
+        self.x, self.normed = room(batch, E), room(batch, E, dtype=torch.bfloat16)
+        self.gate, self.gated = room(batch, F, dtype=between), room(batch, F, dtype=between)
+        self.inner, self.base = room(batch, H), room(batch, H)
+        self.partial = room(tiles.splits, batch, E)
+        self.logits = room(batch, V)
+        self.best = room(batch, triton.cdiv(V, head_rows))
+        self.best_token = room(*self.best.shape, dtype=torch.int32)
+        self.state = room(D, 2, batch, H, N)
+        self.inputs, self.echo = room(D, W, batch, H), room(D, W, batch, H)
+
+
+def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+    """Read `buffers.tokens`; leave logits, the likeliest next tokens in their place, and everything moved on by one."""
+    D, V, E, _, _, _, W = weights.sizes
+    batch = buffers.batch
+    decode.embed_rows[(batch,)](
+        buffers.tokens, buffers.position, buffers.read, weights.embedding,
+        buffers.position if weights.wavenumber is None else weights.wavenumber, buffers.x,
+        V, E, W, SINUSOIDS=weights.wavenumber is not None, E_PAD=_pad(E), **_launch(tiles),
+    )  # fmt: skip
+    layer_kernels = one_layer if batch == 1 else many_layer
+    for layer in range(D):
+        layer_kernels(weights, buffers, tiles, layer)
+    head_one(weights, buffers, tiles) if batch == 1 else head_many(weights, buffers, tiles)
+    decode.choose_next[(batch,)](
+        buffers.best, buffers.best_token, buffers.tokens, buffers.history, buffers.read, buffers.best.shape[1],
+        TILES_PAD=_pad(buffers.best.shape[1]), **_launch(tiles),
+    )  # fmt: skip
+
+
+def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
+    """The kernels of a layer for one sequence (`only` one of them, to time it)."""
+    _, _, E, F, H, _, W = weights.sizes
+    if only in ("", "gate"):
+        tile = tiles.gate_one
+        rows = _rows(tile, E)
+        grid = triton.cdiv(F + H, rows) + triton.cdiv(H, tiles.channels)
+        decode.gate_inner_one[(grid,)](
+            buffers.x, *_of(weights.norm, layer), *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
+            buffers.inputs[layer], weights.taps[layer], buffers.echo[layer], buffers.base, buffers.read,
+            weights.epsilon, E, F, H, weights.centred, weights.activation,
+            E_PAD=_pad(E), W_PAD=_pad(W), ROWS=rows, CHANNELS=tiles.channels, **_launch(tiles, tile),
+        )  # fmt: skip
+    if only in ("", "context"):
+        tile = tiles.context_one
+        rows = _rows(tile, H)
+        decode.context_one[(triton.cdiv(F, rows),)](
+            buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
+            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
+            F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, **_launch(tiles, tile),
+        )  # fmt: skip
+    if only in ("", "output"):
+        tile = tiles.output_one
+        decode.output_one[(triton.cdiv(E, tile.rows),)](
+            buffers.gated, *_of(weights.output, layer), buffers.x,
+            E, F, ROWS=tile.rows, COLUMNS=min(tile.depth, _pad(F)), **_launch(tiles, tile),
+        )  # fmt: skip
+
+
+def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+    """Norm and head for one sequence."""
+    _, V, E, *_ = weights.sizes
+    rows = _rows(tiles.head_one, E)
+    decode.head_one[(triton.cdiv(V, rows),)](
+        buffers.x, *weights.final_norm, weights.head, buffers.logits, buffers.best, buffers.best_token,
+        weights.epsilon, E**-0.5, V, E, weights.centred, E_PAD=_pad(E), ROWS=rows, **_launch(tiles, tiles.head_one),
+    )  # fmt: skip
+
+
+def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
+    """The kernels of a layer for several sequences (`only` one of them, to time it)."""
+    _, _, E, F, H, _, W = weights.sizes
+    batch = buffers.batch
+    columns = _columns(batch)
+    if only in ("", "norm"):
+        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer - 1, 1.0)
+    if only in ("", "gate"):
+        tile = tiles.gate_many
+        grid = triton.cdiv(F + H, tile.rows) + triton.cdiv(batch * H, tiles.channels)
+        decode_batch.gate_inner_many[(grid, triton.cdiv(batch, columns))](
+            buffers.normed, *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
+            buffers.inputs[layer], weights.taps[layer], buffers.echo[layer], buffers.base, buffers.read,
+            batch, E, F, H, weights.activation, W_PAD=_pad(W), ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+            CHANNELS=tiles.channels, **_launch(tiles, tile),
+        )  # fmt: skip
+    if only in ("", "context"):
+        tile = tiles.context_many
+        across = max(16, min(columns, 2**14 // _pad(H)))
+        decode_batch.context_many[(triton.cdiv(F, tile.rows), triton.cdiv(batch, across))](
+            buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
+            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
+            batch, F, H, weights.centred, H_PAD=_pad(H), ROWS=tile.rows, COLUMNS=across, **_launch(tiles, tile),
+        )  # fmt: skip
+    if only in ("", "output"):
+        tile = tiles.output_many
+        part = triton.cdiv(triton.cdiv(F, tiles.splits), tile.depth) * tile.depth
+        decode_batch.output_many[(triton.cdiv(E, tile.rows), tiles.splits, triton.cdiv(batch, columns))](
+            buffers.gated, weights.output[0][layer], buffers.partial,
+            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+        )  # fmt: skip
+
+
+def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+    """Norm and head for several sequences."""
+    D, V, E, *_ = weights.sizes
+    tile, columns = tiles.head_many, _columns(buffers.batch)
+    _add_and_norm(weights, buffers, tiles, weights.final_norm, D - 1, E**-0.5)
+    decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
+        buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
+        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+    )  # fmt: skip
+
+
+def _add_and_norm(
+    weights: Weights, buffers: Buffers, tiles: Tiles, norm: tuple[Tensor, Tensor], before: int, factor: float
+) -> None:
+    """Finish the layer `before` (−1: there is none) and norm for what comes next."""
+    E = weights.sizes[2]
+    decode_batch.add_and_norm[(buffers.batch,)](
+        buffers.x, buffers.partial, weights.output[1][max(before, 0)], *norm, buffers.normed, weights.epsilon, factor,
+        buffers.batch, E, weights.centred, SPLITS=tiles.splits if before >= 0 else 0, E_PAD=_pad(E), **_launch(tiles),
+    )  # fmt: skip
+
+
+def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+    """Fold a full block of inputs into the states and compute what they give the next block."""
+    D, _, _, _, H, N, W = weights.sizes
+    rows, tile = buffers.batch * H, tiles.fold
+    decode_fold.fold_block[(triton.cdiv(rows, tile.rows), D)](
+        buffers.state, buffers.inputs, weights.power, weights.into, weights.readout, weights.out_of, buffers.echo,
+        rows, H, N, W, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=tiles.fold_precision,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _of(pair: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
+    return pair[0][layer], pair[1][layer]
+
+
+def _pad(size: int) -> int:
+    return triton.next_power_of_2(size)
+
+
+def _rows(tile: Tile, width: int) -> int:
+    """The tile's rows, fewer where a row is so wide that registers would not hold them."""
+    return max(1, min(tile.rows, 2**15 // _pad(width)))
+
+
+def _columns(batch: int) -> int:
+    return max(16, min(64, _pad(batch)))
+
+
+def _launch(tiles: Tiles, tile: Tile | None = None) -> dict[str, Any]:
+    options: dict[str, Any] = {"OVERLAP": tiles.overlap, "num_warps": tile.warps if tile else 4}
+    if tile:
+        options["num_stages"] = tile.stages
+    return options | ({"launch_pdl": True} if tiles.overlap else {})
