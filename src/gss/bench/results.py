@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long"})
+LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long", "nats"})
 """Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
 
 _PACKAGES = ("gss-lm", "torch", "triton", "transformers", "gated-state-spaces-pytorch", "flash-linear-attention")
