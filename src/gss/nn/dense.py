@@ -1,24 +1,9 @@
 """Norms, activations, dense layers and the feed-forward: the pieces that act on each token alone."""
 
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gss.config import Activation, ModelConfig
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return torch.square(F.relu(x))
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "relu2": _relu_squared,
-    "swish": F.silu,
-    "relu": F.relu,
-}
+from gss.config import ModelConfig
+from gss.ops.gate import ACTIVATIONS
 
 
 def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None) -> nn.Linear:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gss.config import ModelConfig
-from gss.nn.dense import ACTIVATIONS, dense, norm
+from gss.nn.dense import dense, norm
 from gss.nn.state_space import DiagonalStateSpace
 from gss.nn.state_space_layer import Mix, StateSpaceLayer
+from gss.ops.gate import ACTIVATIONS, gated_output
 
 
 class GSSLayer(StateSpaceLayer):
@@ -22,7 +23,7 @@ class GSSLayer(StateSpaceLayer):
         self.state_space = DiagonalStateSpace(config.channels, config.state_space)
         self.context = dense(config.channels, config.gate_width, config)  # W₃
         self.output = dense(config.gate_width, config.width, config)  # W₄
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {"modes": self.state_space}
@@ -30,6 +31,7 @@ class GSSLayer(StateSpaceLayer):
     def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
         (mix,) = mixes
         normed = self.norm(x)
-        v = self.activation(self.gate(normed))  # [B, L, F]
-        u = self.inner_norm(self.activation(self.inner(normed)))  # [B, L, H]
-        return self.output(self.context(mix(u).to(v.dtype)) * v) + x
+        gate = self.gate(normed)  # [B, L, F]
+        u = self.inner_norm(ACTIVATIONS[self.activation](self.inner(normed)))  # [B, L, H]
+        context, output = ((layer.weight, layer.bias) for layer in (self.context, self.output))
+        return gated_output(gate, mix(u), context, output, self.activation) + x

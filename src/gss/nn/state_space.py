@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gss.config import StateSpaceConfig
 from gss.nn.documents import Documents
 from gss.nn.state import state_dtype
+from gss.ops import fast
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
 from gss.ops.recurrence import carried_output, final_state, step
@@ -60,13 +61,32 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def forward(
         self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state."""
+        """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
+
+        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
+        """
         if documents is not None:
             return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
+        kind = fast.half(u)
+        if kind is not None and u.shape[1] > 1:
+            y, after = self._mix_rows(u.transpose(1, 2).to(kind).contiguous(), state, keep_state)
+            return y.transpose(1, 2).contiguous(), after
+        return self._mix(u, state, keep_state)
+
+    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
+    def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
+        from gss.ops import rows
+
+        with torch.autocast(u.device.type, enabled=False):
+            before = None if state is None else torch.view_as_complex(state)
+            y, after = rows.mix(u, *self.discretized(), self.skip, before, keep_state)
+            return y, None if after is None else torch.view_as_real(after)
+
+    @torch.compiler.disable
+    def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))
             readout, log_a = self.discretized()

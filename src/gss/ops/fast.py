@@ -1,16 +1,20 @@
 """One switch for every GPU kernel: where they can run, and whether they are wanted.
 
-They are on wherever they can be: an NVIDIA GPU with bfloat16 tensor cores, Triton installed, and work in the reduced
-precision of autocast. `GSS_FAST=0` in the environment, or `disabled()` around some code, leaves the plain paths.
+They are on wherever they can be: an NVIDIA GPU with bfloat16 tensor cores and Triton installed. What they trade for
+speed is precision within 16-bit operands, so those that trade any run only where 16 bits are asked for, by autocast
+or by the tensors themselves. `GSS_FAST=0` in the environment, or `disabled()` around some code, leaves plain PyTorch.
 """
 
-import functools
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+_HALVES = (torch.bfloat16, torch.float16)
 
 _enabled = os.environ.get("GSS_FAST", "1") != "0"
 
@@ -28,11 +32,20 @@ def disabled() -> Iterator[None]:
 
 def usable(device: torch.device) -> bool:
     """Whether GPU kernels can run on a device and are wanted."""
-    return _enabled and device.type == "cuda" and _supported(device.index or 0)
+    return _enabled and _TRITON and device.type == "cuda" and _capable(device.index or 0)
 
 
-@functools.cache
-def _supported(index: int) -> bool:
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
-        return False
+def half(tensor: Tensor) -> torch.dtype | None:
+    """The 16-bit type that kernels may compute in for this tensor; None where there are none or it wants more."""
+    if not usable(tensor.device):
+        return None
+    if tensor.dtype in _HALVES:
+        return tensor.dtype
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type):
+        return torch.get_autocast_dtype(tensor.device.type)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _capable(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)

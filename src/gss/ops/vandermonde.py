@@ -22,18 +22,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gss.ops import fast
+
 # Largest number of scalars in one group's tables before groups are taken a few at a time.
 _TABLE_BUDGET = 1 << 24
 
 
-def evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
-    """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`."""
-    return _Evaluate.apply(weights, log_a, length)
+def evaluate(weights: Tensor, log_a: Tensor, length: int, half: bool = False) -> Tensor:
+    """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`.
+
+    `half` allows operands of 16 bits where a GPU multiplies them faster; sums stay in float32.
+    """
+    return _Evaluate.apply(weights, log_a, length, half)
 
 
-def project(values: Tensor, log_a: Tensor) -> Tensor:
+def project(values: Tensor, log_a: Tensor, half: bool = False) -> Tensor:
     """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`."""
-    return _Project.apply(values, log_a)
+    return _Project.apply(values, log_a, half)
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -69,8 +74,12 @@ def _groups(groups: int, modes: int, tile: int, rows: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, groups, step))
 
 
-def _evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+def _evaluate(weights: Tensor, log_a: Tensor, length: int, half: bool = False) -> Tensor:
     groups, rows, modes = weights.shape
+    if _on_gpu(weights.real, groups, rows):
+        from gss.ops.gpu import powers as gpu
+
+        return gpu.evaluate_half(weights, log_a, length) if half else gpu.evaluate(weights, log_a, length)
     dtype = weights.real.dtype
     tile = _tile(rows, length)
     tiles = -(-length // tile)
@@ -86,9 +95,13 @@ def _evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
     return out[..., :length]
 
 
-def _project(values: Tensor, log_a: Tensor) -> Tensor:
+def _project(values: Tensor, log_a: Tensor, half: bool = False) -> Tensor:
     groups, rows, length = values.shape
     modes = log_a.shape[-1]
+    if _on_gpu(values, groups, rows):
+        from gss.ops.gpu import powers as gpu
+
+        return gpu.project_half(values, log_a) if half else gpu.project(values, log_a)
     tile = _tile(rows, length)
     tiles = -(-length // tile)
     if tiles * tile != length:
@@ -106,6 +119,11 @@ def _project(values: Tensor, log_a: Tensor) -> Tensor:
     return out
 
 
+def _on_gpu(like: Tensor, groups: int, rows: int) -> bool:
+    """Whether the kernels that make powers on the fly take it: they want many rows that share their modes."""
+    return like.dtype == torch.float32 and groups == 1 and rows >= 32 and fast.usable(like.device)
+
+
 def _complex(planes: Tensor) -> Tensor:
     return torch.complex(planes.select(-3, 0), planes.select(-3, 1))
 
@@ -118,35 +136,38 @@ def _with_ramp(values: Tensor) -> Tensor:
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int, half: bool) -> Tensor:
         ctx.save_for_backward(weights, log_a)
-        return _evaluate(weights, log_a, length)
+        ctx.half = half
+        return _evaluate(weights, log_a, length, half)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         weights, log_a = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return _project(grad, log_a).conj(), None, None
-        plain, ramped = _project(_with_ramp(grad), log_a).chunk(2, dim=1)
+            return _project(grad, log_a, ctx.half).conj(), None, None, None
+        plain, ramped = _project(_with_ramp(grad), log_a, ctx.half).chunk(2, dim=1)
         grad_log_a = (weights * ramped).sum(1, dtype=log_a.dtype).conj()
-        return plain.conj(), grad_log_a, None
+        return plain.conj(), grad_log_a, None, None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, log_a: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, log_a: Tensor, half: bool) -> Tensor:
         ctx.save_for_backward(values, log_a)
-        return _project(values, log_a)
+        ctx.half = half
+        return _project(values, log_a, half)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         values, log_a = ctx.saved_tensors
-        grad_values = _evaluate(grad.conj(), log_a, values.shape[-1]) if ctx.needs_input_grad[0] else None
+        length = values.shape[-1]
+        grad_values = _evaluate(grad.conj(), log_a, length, ctx.half) if ctx.needs_input_grad[0] else None
         grad_log_a = None
         if ctx.needs_input_grad[1]:
-            ramp = torch.arange(values.shape[-1], dtype=values.dtype, device=values.device)
-            ramped = _project(values * ramp, log_a)
+            ramp = torch.arange(length, dtype=values.dtype, device=values.device)
+            ramped = _project(values * ramp, log_a, ctx.half)
             grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
-        return grad_values, grad_log_a
+        return grad_values, grad_log_a, None

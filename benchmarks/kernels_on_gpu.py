@@ -1,0 +1,238 @@
+"""Each GPU kernel of training: its error against float64, its time, and a profile of a whole training step.
+
+    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--shapes 16x4096,1x65536]
+
+Sizes are those of the `gss` preset. Times are medians by CUDA events; the table comes last.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import triton
+
+import gss
+from gss.loss import next_token_loss
+from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import fast, rows, vandermonde
+from gss.ops.gpu import cross_entropy, fft, gate, powers
+
+H, N, E, F, V = 256, 512, 1024, 4096, 32_000
+TABLE: list[dict] = []
+
+
+def row(name: str, value: float, unit: str = "ms") -> None:
+    TABLE.append({"name": name, "value": value, "unit": unit})
+    print(f"{name:64} {value:12.4g} {unit}", flush=True)
+
+
+def milliseconds(function) -> float:
+    return triton.testing.do_bench(function, warmup=10, rep=40, return_mode="median")
+
+
+def error(actual, expected) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def convolution(batch: int, length: int) -> None:
+    u = torch.randn(batch, H, length, device="cuda").bfloat16()
+    g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
+    size = fft.row_length(length)
+    taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
+    planes = fft.spectrum(taps)
+    count = length // size
+
+    def reference(x, spectrum):
+        bins = torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size)
+        return torch.fft.irfft(bins * spectrum[:, None], n=2 * size)[..., :size].reshape(x.shape)
+
+    exact = torch.fft.rfft(taps.double(), n=2 * size)
+    row(f"convolve {batch}x{length}: error", error(fft.convolve(u, planes), reference(u, exact)), "relative")
+    adjoint = fft.convolve(g, planes, transpose=True)
+    row(f"convolve {batch}x{length}: adjoint's error", error(adjoint, reference(g, exact.conj())), "relative")
+    bins = [torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size) for x in (u, g)]
+    expected = torch.fft.irfft((bins[0].conj() * bins[1]).sum((0, 2)), n=2 * size)[..., :size]
+    found = fft.taps_of_spectrum(fft.correlation(u, g, size))
+    row(f"convolve {batch}x{length}: taps' gradient's error", error(found, expected), "relative")
+    for warps in (4, 8, 16):
+        fft.WARPS = warps
+        try:
+            row(f"convolve {batch}x{length}: {warps} warps", milliseconds(lambda: fft.convolve(u, planes)))
+            row(f"correlate {batch}x{length}: {warps} warps", milliseconds(lambda: fft.correlation(u, g, size)))
+        except Exception as problem:  # a shape that does not fit is one result among others
+            print(warps, repr(problem)[:200])
+    fft.WARPS = 8
+    row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
+    row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(planes)))
+
+
+def modes(length: int) -> None:
+    space = DiagonalStateSpace(H, gss.preset("gss").state_space).cuda()
+    with torch.no_grad():
+        readout, log_a = space.discretized()
+    weights, values = readout.unsqueeze(0), torch.randn(1, H, length, device="cuda")
+    with fast.disabled():
+        expected = vandermonde.evaluate(weights.to(torch.complex128), log_a, length)
+        expected_modes = vandermonde.project(values.double(), log_a)
+        row(f"evaluate {length}: plain", milliseconds(lambda: vandermonde.evaluate(weights, log_a, length)))
+        row(f"project {length}: plain", milliseconds(lambda: vandermonde.project(values, log_a)))
+    row(f"evaluate {length}: error", error(powers.evaluate(weights, log_a, length), expected), "relative")
+    difference = powers.project(values, log_a) - expected_modes
+    row(f"project {length}: error", (difference.abs().norm() / expected_modes.abs().norm()).item(), "relative")
+    row(f"evaluate {length}", milliseconds(lambda: powers.evaluate(weights, log_a, length)))
+    row(f"project {length}", milliseconds(lambda: powers.project(values, log_a)))
+    row(f"table {length}", milliseconds(lambda: powers.table(log_a, length)))
+    row("discretized", milliseconds(lambda: space.discretized()))
+    signal = torch.randn(16, H, length, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn_like(signal)
+
+    def both(function):
+        def run():
+            y = function()
+            y.backward(grad)
+
+        return run
+
+    def fast_mix():
+        return rows.mix(signal, *space.discretized(), space.skip, None, False)[0]
+
+    row(f"state space 16x{length}, forward", milliseconds(lambda: fast_mix()))
+    row(f"state space 16x{length}, forward and backward", milliseconds(both(fast_mix)))
+
+
+def gates(tokens: int) -> None:
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    g, y, w3, w4 = draw(tokens, F), draw(tokens, H), draw(F, H, scale=H**-0.5), draw(E, F, scale=F**-0.5)
+    grad = draw(tokens, E)
+    few = slice(0, 512)
+    inputs = [t.double().requires_grad_() for t in (g[few], y[few], w3, w4)]
+    expected = (torch.nn.functional.gelu(inputs[0]) * (inputs[1] @ inputs[2].T)) @ inputs[3].T
+    expected.backward(grad[few].double())
+    found = [t.clone().requires_grad_() for t in (g[few], y[few], w3, w4)]
+    out = gate.gated_output(found[0], found[1], found[2], None, found[3], "gelu")
+    out.backward(grad[few])
+    row("gate: error", error(out, expected), "relative")
+    for name, a, b in zip(("gate", "y", "context", "output"), found, inputs, strict=True):
+        row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
+    d = draw(tokens, F)
+    for tile in (
+        {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
+        {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
+        {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2},
+        {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
+        {"BM": 64, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
+    ):
+        gate._TILE = tile
+        try:
+            row(f"gate forward {tile}", milliseconds(lambda: gate.gate_product(g, y, w3, None, "gelu")))
+            row(f"gate backward {tile}", milliseconds(lambda: gate.gate_gradients(d, g, y, w3, None, "gelu")))
+        except Exception as problem:
+            print(tile, repr(problem)[:200])
+    p = draw(tokens, F)
+    row("product by W4", milliseconds(lambda: p @ w4.T))
+    row("product by W3", milliseconds(lambda: y @ w3.T))
+
+
+def losses(tokens: int) -> None:
+    logits = torch.randn(8192, V, device="cuda").bfloat16()
+    targets = torch.randint(0, V, (8192,), device="cuda")
+    exact = logits[:256].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets[:256], reduction="none")
+    expected.sum().backward()
+    few = logits[:256].clone()
+    row("cross-entropy: error", error(cross_entropy.cross_entropy_(few, targets[:256], -100), expected), "relative")
+    row("cross-entropy: gradient's error", error(few, exact.grad), "relative")
+    row("cross-entropy 8192", milliseconds(lambda: cross_entropy.cross_entropy_(logits, targets, -100)))
+    weight = torch.randn(V, E, device="cuda", requires_grad=True)
+    hidden = torch.randn(1, tokens, E, device="cuda", requires_grad=True)
+    targets = torch.randint(0, V, (1, tokens), device="cuda")
+
+    def head(x):
+        return torch.nn.functional.linear(x * E**-0.5, weight)
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            next_token_loss(head, weight, hidden, targets, torch.ones_like(targets, dtype=torch.bool)).backward()
+
+    row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
+
+
+def training(batch: int, length: int, profile: bool, name: str = "gss") -> None:
+    torch._dynamo.reset()
+    model = gss.build_model(gss.preset(name)).cuda()
+    for layer in model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden, _ = model.hidden(tokens, keep_state=False)
+            loss = next_token_loss(model.logits, model.embedding.weight, hidden, tokens, mask)
+        (loss / tokens.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    median = sorted(times)[len(times) // 2]
+    row(f"training {name} {batch}x{length}", batch * length / median, "k tokens/s")
+    row(f"training {name} {batch}x{length}: step", median)
+    row(f"training {name} {batch}x{length}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+    if profile:
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+            step()
+            torch.cuda.synchronize()
+        table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+        lines = [line for line in table.splitlines() if line.strip()]
+        print("\n".join(line[:92] + " " + " ".join(line[92:].split()[-5:]) for line in lines), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--parts", default="convolution,modes,gates,losses,training")
+    parser.add_argument("--shapes", default="16x4096")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    parts = arguments.parts.split(",")
+    actions = {
+        "convolution": lambda: (convolution(16, 4096), convolution(32, 1024)),
+        "modes": lambda: modes(4096),
+        "gates": lambda: gates(65_536),
+        "losses": lambda: losses(65_536),
+    }
+    for part in parts:
+        if part in actions:
+            try:
+                actions[part]()
+            except Exception as problem:
+                print(part, "failed:", repr(problem)[:1500], flush=True)
+    if "training" in parts:
+        a = torch.randn(8192, 8192, device="cuda").bfloat16()
+        row("bf16 matrix product 8192", 2 * 8192**3 / milliseconds(lambda: a @ a) / 1e9, "TFLOP/s")
+        for shape in arguments.shapes.split(","):
+            batch, length = map(int, shape.split("x"))
+            training(batch, length, arguments.profile)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(TABLE, indent=1))
+
+
+if __name__ == "__main__":
+    main()
