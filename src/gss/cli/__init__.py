@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, exchange, models, quickstart, report, train, use
+from gss.cli import bench, data, exchange, models, quickstart, report, serve, train, use
 
 app = typer.Typer(
     name="gss",
@@ -43,6 +43,7 @@ def _options(
 models.register(app)
 data.register(app)
 use.register(app)
+serve.register(app)
 bench.register(app)
 train.register(app)
 exchange.register(app)

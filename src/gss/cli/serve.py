@@ -1,0 +1,83 @@
+"""`gss serve`: a run behind HTTP."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to the app."""
+    app.command("serve")(serve_command)
+
+
+def serve_command(
+    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    host: Annotated[str, typer.Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="GSS_API_KEY", show_envvar=True, help="Key that clients must send."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's id for clients. Default: the folder's name.")] = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the model on a CPU. Default: all cores but one.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run side by side at most.")] = 64,
+    queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait beside those.")] = 256,
+    piece: Annotated[int, typer.Option(min=1, help="Tokens of prompts read between two steps.")] = 256,
+    cache_mib: Annotated[int, typer.Option(min=0, help="Memory for the states of prompts, in MiB.")] = 256,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a request may ask for.")] = 4096,
+    max_n: Annotated[int, typer.Option(min=1, help="Most continuations of a prompt.")] = 16,
+    max_body: Annotated[int, typer.Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
+    max_seconds: Annotated[float, typer.Option(help="Longest time that a request may take.")] = 300.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for what is running when the server stops.")] = 30.0,
+) -> None:
+    """Serve a model: OpenAI-compatible completions, and a page to try it on."""
+    from rich.console import Console
+
+    from gss.cli.use import _device
+    from gss.loading import load
+
+    try:
+        from gss.serve.limits import Limits
+        from gss.serve.server import LOOPBACK, serve
+    except ImportError as error:
+        raise ValueError(f"gss serve needs more packages ({error}): pip install 'gss-lm[serve]'") from None
+
+    console = Console(stderr=True, highlight=False)
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty: give one, or leave --api-key and GSS_API_KEY out")
+    if host not in LOOPBACK and api_key is None:
+        console.print(
+            f"[bold yellow]warning:[/] {host} is open to others and no API key is set: whoever reaches it can use the "
+            "model. Set one with --api-key or GSS_API_KEY."
+        )
+    limits = Limits(
+        body_bytes=max_body,
+        prompt_tokens=max_prompt,
+        max_tokens=max_tokens,
+        n=max_n,
+        seconds=max_seconds,
+        queue=queue,
+    )
+    with console.status(f"loading {run}"):
+        loaded = load(run, step=step, device=_device(device))
+    served_as = name or run.resolve().name
+    serve(
+        loaded,
+        name=served_as,
+        host=host,
+        port=port,
+        api_key=api_key,
+        limits=limits,
+        rows=batch,
+        piece=piece,
+        cache_bytes=cache_mib << 20,
+        threads=threads,
+        drain_seconds=drain,
+        ready=lambda url: print(f"Serving {served_as} (step {loaded.step}) at {url}", flush=True),
+    )

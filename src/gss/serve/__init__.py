@@ -1,0 +1,10 @@
+"""A model behind HTTP: continuous batching over states, and an OpenAI-compatible interface in front of it.
+
+    engine.py        the thread that runs the model: sequences join and leave the batch between steps
+    reading.py       prompts, read in pieces between steps; prefix_cache.py keeps the states of what was read
+    job.py, row.py   what the engine is asked for, and one continuation under way
+    app.py           the routes; completions.py, schemas.py, describe.py, errors.py, guard.py, metrics.py serve it
+    page/            the playground
+
+Nothing here is imported by the rest of the package but the command `gss serve`.
+"""

@@ -1,0 +1,187 @@
+"""The HTTP interface: OpenAI's completions and models, tokenizing, what the model is, health, metrics, the page."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pydantic_core
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
+
+from gss import __version__
+from gss.serve import errors, schemas
+from gss.serve.completions import QUICK_CHARACTERS, check_model, prepare
+from gss.serve.describe import describe
+from gss.serve.engine import Engine
+from gss.serve.errors import ApiError
+from gss.serve.guard import Guard
+from gss.serve.limits import Limits
+from gss.serve.surface import Surfaces
+
+PAGE = Path(__file__).parent / "page"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def create_app(
+    engine: Engine,
+    *,
+    name: str,
+    preset: str | None = None,
+    step: int = 0,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    hosts: Collection[str] | None = None,
+) -> FastAPI:
+    """The app in front of an engine, which is started and stopped by whoever made it.
+
+    name      the model's id for clients
+    api_key   asked of every route but health and the page; None: of none
+    hosts     names that requests may use for the server; None: any
+    """
+    limits = limits or Limits()
+    app = FastAPI(
+        title="gss",
+        version=__version__,
+        description="A language model built on Gated State Spaces, behind OpenAI's completions interface.",
+        docs_url=None,  # its page would be loaded from elsewhere
+        redoc_url=None,
+    )
+    app.router.route_class = _JsonRoute
+    errors.install(app)
+    pages = {f"/{path.relative_to(PAGE).as_posix()}": path for path in sorted(PAGE.rglob("*")) if path.is_file()}
+    pages["/"] = PAGE / "index.html"
+    app.add_middleware(
+        Guard,
+        limits=limits,
+        metrics=engine.metrics,
+        api_key=api_key,
+        open_paths={"/health", *pages},
+        hosts=hosts,
+    )
+    _add_completions(app, engine, limits, name)
+    _add_tokens(app, engine, limits, name)
+    _add_facts(
+        app,
+        engine,
+        name,
+        describe(engine.model, engine.tokenizer, limits, name=name, preset=preset, step=step, rows=engine.rows),
+    )
+    for address, path in pages.items():
+        _add_page(app, address, path)
+    return app
+
+
+def _add_completions(app: FastAPI, engine: Engine, limits: Limits, name: str) -> None:
+    surfaces = Surfaces(engine.tokenizer)
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses={200: {"model": schemas.Completion, "content": stream}, **schemas.ERRORS},
+    )
+    async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
+        """Go on from a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
+        completion = await prepare(body, engine, surfaces, limits, name)
+        completion.start()
+        if body.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(completion.events(), media_type="text/event-stream", headers=headers)
+        answer = await completion.whole(request)
+        return Response(status_code=499) if answer is None else JSONResponse(answer)
+
+
+def _add_tokens(app: FastAPI, engine: Engine, limits: Limits, name: str) -> None:
+    surfaces = Surfaces(engine.tokenizer)
+
+    @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
+    async def tokenize(body: schemas.TokenizeRequest) -> Response:
+        """The tokens of a text."""
+        check_model(body.model, name)
+
+        def work() -> JSONResponse:
+            ids = engine.tokenizer.encode(body.prompt).tolist()
+            return JSONResponse({"tokens": ids, "pieces": [surfaces[token] for token in ids], "count": len(ids)})
+
+        return work() if len(body.prompt) <= QUICK_CHARACTERS else await asyncio.to_thread(work)
+
+    @app.post("/v1/detokenize", response_model=None, responses={200: {"model": schemas.Text}, **schemas.ERRORS})
+    async def detokenize(body: schemas.DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        check_model(body.model, name)
+        if max(body.tokens, default=0) >= engine.tokenizer.vocab_size:
+            raise ApiError(400, "a token id is beyond the vocabulary", param="tokens", code="invalid_value")
+        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens)
+        return JSONResponse({"prompt": text})
+
+
+def _add_facts(app: FastAPI, engine: Engine, name: str, facts: dict[str, Any]) -> None:
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
+    engine.metrics.state_bytes.set(facts["state"]["bytes_per_sequence"])
+
+    @app.get("/v1/models", responses=schemas.ERRORS)
+    async def models() -> schemas.ModelList:
+        """The models that are served: one."""
+        return schemas.ModelList.model_validate({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model}", responses=schemas.ERRORS)
+    async def model(model: str) -> schemas.ModelCard:
+        """The model that is served."""
+        check_model(model, name)
+        return schemas.ModelCard.model_validate(card)
+
+    @app.get("/v1/model", responses=schemas.ERRORS)
+    async def about() -> dict[str, Any]:
+        """What the model is: sizes, what a sequence costs, how long its layers remember, the server's limits."""
+        return facts
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=schemas.ERRORS)
+    async def metrics() -> PlainTextResponse:
+        """Counts, for Prometheus."""
+        return PlainTextResponse(engine.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "Not at work."}})
+    async def health() -> Response:
+        """Whether the server is at work."""
+        return JSONResponse({"status": "ok" if engine.alive else "stopped"}, 200 if engine.alive else 503)
+
+
+def _add_page(app: FastAPI, address: str, path: Path) -> None:
+    async def page() -> FileResponse:
+        return FileResponse(path, headers=_PAGE_HEADERS)
+
+    app.add_api_route(address, page, methods=["GET", "HEAD"], include_in_schema=False, response_class=FileResponse)
+
+
+class _JsonRoute(APIRoute):
+    """Bodies are JSON in UTF-8 and nothing else: no NaN, no half characters, no hundred levels of nesting."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            if self.body_field is not None:
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    raise ApiError(415, "send the body as application/json", code="unsupported_media_type")
+                request = _JsonRequest(request.scope, request.receive)
+            return await handle(request)
+
+        return strict
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError:
+            raise ApiError(400, "the body is not valid JSON", code="json_invalid") from None

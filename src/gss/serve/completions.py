@@ -1,0 +1,293 @@
+"""`/v1/completions`: from a request to jobs, and from their pieces to an answer, whole or as a stream of events."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from gss.generate import prompt_ids
+from gss.serve.engine import DrainingError, Engine, Posts, QueueFullError, hand_over
+from gss.serve.errors import ApiError
+from gss.serve.job import Job, Piece, TokenScore
+from gss.serve.limits import Limits
+from gss.serve.schemas import CompletionRequest
+from gss.serve.surface import Surfaces
+
+# Texts longer than this are tokenized beside the event loop.
+QUICK_CHARACTERS = 4096
+
+
+def post_to_loops(posts: Posts) -> None:
+    """Hand a turn's pieces to the event loops that wait for them: one wake-up a loop, whatever their number."""
+    by_loop: dict[asyncio.AbstractEventLoop, Posts] = {}
+    for job, piece in posts:
+        by_loop.setdefault(job.home, []).append((job, piece))
+    for loop, own in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(hand_over, own)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            for job, _ in own:
+                job.cancelled = True
+
+
+class Prompt(NamedTuple):
+    """What is read, and what is given back of it."""
+
+    ids: list[int]
+    text: str
+    added: int
+    """Ids at the start that are not the request's own."""
+
+
+class Completion:
+    """One request, from its arrival to its end."""
+
+    def __init__(
+        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: Engine, surfaces: Surfaces, **job: Any
+    ) -> None:
+        self._body, self._prompts, self._engine, self._surfaces = body, prompts, engine, surfaces
+        self._arrived = time.monotonic()
+        self._first_at: float | None = None
+        self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._n = body.n or 1
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": job.pop("name"),
+        }
+        self._produced = 0
+        self._failure: ApiError | None = None
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        scored_prompt = bool(body.echo) and body.logprobs is not None
+        self._jobs = [
+            Job(
+                prompt=prompt.ids,
+                sink=partial(self._sink, number),
+                home=asyncio.get_running_loop(),
+                n=self._n,
+                seed=seed + number * self._n,
+                sampling=body.sampling(),
+                logprobs=body.logprobs,
+                score_prompt=scored_prompt,
+                ignore_eos=bool(body.ignore_eos),
+                streaming=bool(body.stream),
+                **job,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def start(self) -> None:
+        """Queue it, or say that there is no room."""
+        try:
+            self._engine.submit(self._jobs)
+        except QueueFullError:
+            raise ApiError(
+                429, "as many requests wait as may: try again", code="queue_full", headers={"Retry-After": "1"}
+            ) from None
+        except DrainingError:
+            raise ApiError(503, "the server is about to stop", code="draining", headers={"Retry-After": "5"}) from None
+
+    async def whole(self, request: Request) -> dict[str, Any] | None:
+        """The answer in one; None where the client has gone."""
+        collecting = asyncio.ensure_future(self._collect())
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return collecting.result() if collecting.done() else None
+        finally:
+            collecting.cancel()
+            leaving.cancel()
+            self._engine.cancel(self._jobs)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        options = self._body.stream_options
+        with_usage = options is not None and options.include_usage
+        extra = {"usage": None} if with_usage else {}
+        try:
+            async for choices in self._choices():
+                yield _event({**self._head, "choices": choices, **extra})
+            if with_usage:
+                yield _event({**self._head, "choices": [], "usage": self._usage()})
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body)
+        finally:
+            self._engine.cancel(self._jobs)
+
+    async def _collect(self) -> dict[str, Any]:
+        texts: dict[int, dict[str, Any]] = {}
+        async for choices in self._choices():
+            for choice in choices:
+                whole = texts.setdefault(choice["index"], choice)
+                if whole is not choice:
+                    whole["text"] += choice["text"]
+                    whole["finish_reason"] = choice["finish_reason"]
+                    if choice["logprobs"]:
+                        for key, values in choice["logprobs"].items():
+                            whole["logprobs"][key] += values
+        return {**self._head, "choices": [texts[index] for index in sorted(texts)], "usage": self._usage()}
+
+    async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """What is new, as choices: the prompts where they are echoed, then pieces as they come, to the last."""
+        echo = bool(self._body.echo)
+        if echo and not self._jobs[0].score_prompt:
+            for number, prompt in enumerate(self._prompts):
+                yield [self._choice(number, index, prompt.text) for index in range(self._n)]
+        going = len(self._jobs) * self._n
+        while going:
+            number, piece = await self._pieces.get()
+            if piece.failure == "timeout":
+                raise ApiError(408, "the request took longer than it may", code="request_timeout")
+            if piece.failure:
+                raise ApiError(500, "the server failed; its log says why")
+            prompt = self._prompts[number]
+            if piece.prompt_scores:
+                scores = piece.prompt_scores[prompt.added :]
+                yield [self._choice(number, index, prompt.text, scores) for index in range(self._n)]
+                continue
+            if self._first_at is None:
+                self._first_at = time.monotonic()
+                self._engine.metrics.first_token_seconds.observe(self._first_at - self._arrived)
+            self._produced += piece.tokens
+            base = len(prompt.text) if echo else 0
+            yield [self._choice(number, piece.index, piece.text, piece.scores, base, piece.finish)]
+            going -= piece.finish is not None
+        self._engine.metrics.request_seconds.observe(time.monotonic() - self._arrived)
+
+    def _choice(
+        self,
+        number: int,
+        index: int,
+        text: str,
+        scores: Sequence[TokenScore] = (),
+        base: int = 0,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            names = self._surfaces
+            logprobs = {
+                "tokens": [names[score.token] for score in scores],
+                "token_logprobs": [score.logprob for score in scores],
+                "top_logprobs": [
+                    None if score.logprob is None else {names[token]: value for token, value in score.top}
+                    for score in scores
+                ],
+                "text_offset": [base + score.offset for score in scores],
+                "token_ids": [score.token for score in scores],
+            }
+        return {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _usage(self) -> dict[str, int]:
+        read = sum(len(prompt.ids) for prompt in self._prompts)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": self._produced,
+            "total_tokens": read + self._produced,
+        }
+
+    def _sink(self, number: int, piece: Piece) -> None:
+        self._pieces.put_nowait((number, piece))
+
+
+async def prepare(body: CompletionRequest, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> Completion:
+    """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
+    check_model(body.model, name)
+    n = body.n or 1
+    if n > min(limits.n, engine.rows):
+        raise _beyond("n", n, min(limits.n, engine.rows))
+    if body.best_of not in (None, n):
+        raise ApiError(400, "best_of is not supported: leave it out", param="best_of", code="unsupported")
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens > limits.max_tokens:
+        raise _beyond("max_tokens", max_tokens, limits.max_tokens)
+    if not max_tokens and not body.echo:
+        raise ApiError(400, "max_tokens of 0 needs echo", param="max_tokens", code="invalid_value")
+    if body.logprobs is not None and body.logprobs > limits.logprobs:
+        raise _beyond("logprobs", body.logprobs, limits.logprobs)
+    if body.stream_options and not body.stream:
+        raise ApiError(400, "stream_options need stream", param="stream_options", code="invalid_value")
+    stop = _stops(body.stop, limits)
+    prompts = await _prompts(body.prompt, engine, limits)
+    if n * len(prompts) > limits.sequences:
+        raise _beyond("prompt", n * len(prompts), limits.sequences, "continuations in one request")
+    return Completion(
+        body,
+        prompts,
+        engine,
+        surfaces,
+        name=name,
+        max_tokens=max_tokens,
+        stop=stop,
+        deadline=time.monotonic() + limits.seconds,
+    )
+
+
+def check_model(asked: str | None, name: str) -> None:
+    """Refuse a model that is not the one that is served."""
+    if asked is not None and asked != name:
+        raise ApiError(404, "that model is not served here: see /v1/models", code="model_not_found", param="model")
+
+
+def _stops(given: str | list[str] | None, limits: Limits) -> list[str]:
+    stop = [given] if isinstance(given, str) else given or []
+    if len(stop) > limits.stop:
+        raise _beyond("stop", len(stop), limits.stop, "strings")
+    if "" in stop:
+        raise ApiError(400, "a stop string is empty", param="stop", code="invalid_value")
+    longest = max(map(len, stop), default=0)
+    if longest > limits.stop_characters:
+        raise _beyond("stop", longest, limits.stop_characters, "characters")
+    return stop
+
+
+async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[Prompt]:
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given or [] in given:
+        raise ApiError(400, "a prompt of no tokens: give some, or an empty text", param="prompt", code="invalid_value")
+    if len(given) > limits.sequences:
+        raise _beyond("prompt", len(given), limits.sequences, "continuations in one request")
+    size = sum(map(len, given))
+    make = partial(_tokenized, given, engine)
+    prompts = make() if size <= QUICK_CHARACTERS else await asyncio.to_thread(make)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if longest > limits.prompt_tokens:
+        raise _beyond("prompt", longest, limits.prompt_tokens, "tokens", "context_length_exceeded")
+    vocabulary = engine.model.config.vocab_size
+    if any(max(prompt.ids) >= vocabulary for prompt in prompts):
+        raise ApiError(
+            400, f"a token id is beyond the vocabulary of {vocabulary}", param="prompt", code="invalid_value"
+        )
+    return prompts
+
+
+def _tokenized(given: list[Any], engine: Engine) -> list[Prompt]:
+    tokenizer = engine.tokenizer
+    return [
+        Prompt(prompt_ids(tokenizer, each), each, 1)
+        if isinstance(each, str)
+        else Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
+        for each in given
+    ]
+
+
+def _beyond(param: str, got: int, most: int, what: str = "", code: str = "limit_exceeded") -> ApiError:
+    unit = f" {what}" if what else ""
+    return ApiError(400, f"{param}: {got:,}{unit} is more than the {most:,} that are allowed", param=param, code=code)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

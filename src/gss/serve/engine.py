@@ -1,0 +1,333 @@
+"""The thread that runs the model: one batch in which sequences join and leave between steps.
+
+A turn of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and produces a
+token for every running sequence. Reading and producing each get about half of the time when both have work, so a long
+prompt slows running sequences down but does not stall them, and jobs are taken in the order in which they came. What a
+sequence produces does not depend on what runs beside it.
+
+Knows jobs, models and states; nothing of HTTP or of event loops.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gss.data import Tokenizer
+from gss.decode import Decoder
+from gss.generate import choose
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+from gss.serve.job import Job, Piece
+from gss.serve.metrics import Metrics
+from gss.serve.prefix_cache import PrefixCache
+from gss.serve.reading import Reading, Readings, scored
+from gss.serve.row import Row
+
+log = logging.getLogger("gss.serve")
+
+Posts = list[tuple[Job, Piece]]
+
+
+class QueueFullError(Exception):
+    """There is no room for a job: as many wait as may."""
+
+
+class DrainingError(Exception):
+    """The engine takes no more jobs: it is about to stop."""
+
+
+def hand_over(posts: Posts) -> None:
+    """Give each piece to its job, in the engine's own thread."""
+    for job, piece in posts:
+        job.sink(piece)
+
+
+class Engine:
+    """Runs jobs on a model until it is stopped.
+
+    rows          sequences in the batch at most: with a bounded state, memory is known from the start
+    queue         sequences that may wait beside those
+    piece         tokens of prompts that are read between two steps
+    cache_bytes   memory for the states of prompts (0: none are kept)
+    interval      seconds between two pieces of one stream at least; what comes meanwhile is one piece
+    post          takes the pieces of a turn, in the engine's thread; must not raise
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = 64,
+        queue: int = 256,
+        piece: int = 256,
+        cache_bytes: int = 256 << 20,
+        interval: float = 0.02,
+        post: Callable[[Posts], None] = hand_over,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if rows < 1 or piece < 1:
+            raise ValueError(f"a batch has at least 1 row and a piece at least 1 token, not {rows} and {piece}")
+        self.model, self.tokenizer = model, tokenizer
+        self.rows, self.queue = rows, queue
+        self.cache = PrefixCache(cache_bytes)
+        self.metrics = metrics or Metrics()
+        self._interval, self._post_all = interval, post
+        self._readings = Readings(model, tokenizer, self.cache, piece)
+        self._device = model.embedding.weight.device
+        self._decoder = self._empty_decoder()
+        self._running: list[Row] = []
+        self._waiting: deque[Job] = deque()
+        self._posts: Posts = []
+        self._reading_ahead = 0.0  # seconds by which reading has had more time than producing
+        self._lock = threading.Condition()
+        self._inbox: list[Job] = []
+        self._outstanding: set[Job] = set()
+        self._draining = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="gss-engine", daemon=True)
+
+    # ---- for other threads
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take in jobs, all or none."""
+        with self._lock:
+            if self._draining or self._stopping:
+                raise DrainingError
+            if self.outstanding + sum(job.n for job in jobs) > self.rows + self.queue:
+                raise QueueFullError
+            self._inbox += jobs
+            self._outstanding.update(jobs)
+            self._lock.notify_all()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Drop jobs; nothing more is heard of them."""
+        with self._lock:
+            for job in jobs:
+                job.cancelled = True
+            self._lock.notify_all()
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that are running, being read for, or waiting."""
+        with self._lock:
+            return sum(job.n for job in self._outstanding)
+
+    @property
+    def running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it works."""
+        return self._thread.is_alive() and not self._stopping
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more jobs and wait for those that are there; whether they all ended in time."""
+        with self._lock:
+            self._draining = True
+            return self._lock.wait_for(lambda: not self._outstanding, seconds)
+
+    def stop(self) -> None:
+        """End the thread after the turn it is in."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- the engine's own thread
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
+                if self._stopping:
+                    return
+                self._waiting.extend(self._inbox)
+                self._inbox.clear()
+            try:
+                self._turn()
+            except Exception:
+                log.exception("the engine failed; what it was working on is given up")
+                self._give_up()
+
+    def _turn(self) -> None:
+        self._drop_unwanted()
+        self._admit()
+        if len(self._readings) and (self._reading_ahead <= 0 or not self._running):
+            started = time.perf_counter()
+            self._begin(self._readings.round())
+            self._reading_ahead += time.perf_counter() - started
+            self.metrics.prompt_tokens_read.set(self._readings.tokens_read)
+            self.metrics.prompt_tokens_reused.set(self._readings.tokens_reused)
+        if self._running:
+            started = time.perf_counter()
+            self._step()
+            seconds = time.perf_counter() - started
+            self.metrics.step_seconds.observe(seconds)
+            self._reading_ahead = max(0.0, self._reading_ahead - seconds)
+        else:
+            self._reading_ahead = 0.0
+        self._deliver()
+
+    def _drop_unwanted(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            unwanted = {job for job in self._outstanding if job.cancelled or job.deadline < now}
+            unwanted.difference_update(self._inbox)  # those come with the next turn
+        if not unwanted:
+            return
+        self._posts += [(job, Piece(0, failure="timeout")) for job in unwanted if not job.cancelled]
+        self._waiting = deque(job for job in self._waiting if job not in unwanted)
+        self._readings.drop(lambda job: job in unwanted)
+        self._leave([place for place, row in enumerate(self._running) if row.job in unwanted])
+        self._forget(unwanted)
+
+    def _admit(self) -> None:
+        taken = len(self._running) + sum(job.n for job in self._readings.jobs())
+        while self._waiting and taken + self._waiting[0].n <= self.rows:
+            job = self._waiting.popleft()
+            taken += job.n
+            self._readings.add(job)
+
+    def _begin(self, read: list[Reading]) -> None:
+        """Put the continuations of prompts that have been read into the batch, each with its first token."""
+        rows: list[Row] = []
+        sources: list[int] = []
+        for number, reading in enumerate(read):
+            job = reading.job
+            if job.score_prompt:
+                self._posts.append((job, Piece(0, prompt_scores=tuple(reading.scores))))
+            self.metrics.prompt_tokens.add(len(reading.tokens))
+            for index in range(job.n):
+                row = Row(job, index, self.tokenizer, self.model.config.vocab_size)
+                if job.max_tokens:
+                    rows.append(row)
+                    sources.append(number)
+                else:
+                    row.finish = "length"
+                    self._end(row)
+        if not rows:
+            return
+        entries = [reading.after for reading in read if reading.after is not None]
+        assert len(entries) == len(read)
+        self._accept(rows, torch.cat([entries[number].logits for number in sources]))
+        going = [(row, number) for row, number in zip(rows, sources, strict=True) if not row.finish]
+        for row in rows:
+            if row.finish:
+                self._end(row)
+        if going:
+            numbers = sorted({number for _, number in going})
+            states = ModelState.join([entries[number].state for number in numbers])
+            if len(going) != len(numbers):
+                states = states.select([numbers.index(number) for _, number in going])
+            self._decoder.join(states)
+            self._running += [row for row, _ in going]
+
+    def _step(self) -> None:
+        tokens = torch.tensor([row.last for row in self._running], device=self._device)
+        self._accept(self._running, self._decoder.step(tokens))
+        finished = [place for place, row in enumerate(self._running) if row.finish]
+        for place in finished:
+            self._end(self._running[place])
+        self._leave(finished)
+
+    @torch.no_grad()
+    def _accept(self, rows: list[Row], logits: Tensor) -> None:
+        """Choose each row's next token from logits [B, V]; rows that are asked for the same choose together."""
+        if not torch.isfinite(logits).all():
+            raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
+        groups: dict[object, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(row.sampling, []).append(place)
+        tokens = [0] * len(rows)
+        for places in groups.values():
+            sampling = rows[places[0]].sampling
+            part = logits if len(places) == len(rows) else logits[places]
+            if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+                chosen = part.argmax(-1)
+            else:
+                marks = [row.seen for row in (rows[place] for place in places) if row.seen is not None]
+                generators = [rows[place].generator for place in places]
+                chosen = choose(part.cpu(), sampling, torch.stack(marks) if marks else None, generators)
+            for place, token in zip(places, chosen.tolist(), strict=True):
+                tokens[place] = token
+        wanted = [place for place, row in enumerate(rows) if row.job.logprobs is not None]
+        scores: dict[int, tuple[float | None, tuple[tuple[int, float], ...]]] = {}
+        if wanted:
+            most = max(rows[place].job.logprobs or 0 for place in wanted)
+            picked = torch.tensor([tokens[place] for place in wanted], device=logits.device)
+            scores = dict(zip(wanted, scored(logits[wanted], picked, most), strict=True))
+        for place, row in enumerate(rows):
+            logprob, top = scores.get(place, (None, ()))
+            row.accept(tokens[place], logprob, top[: row.job.logprobs])
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        for row in self._running:
+            if row.job.streaming and now - row.sent_at >= self._interval:
+                self._take(row, now)
+        self.metrics.running.set(len(self._running))
+        self.metrics.waiting.set(len(self._waiting) + len(self._readings))
+        self.metrics.cache_bytes.set(self.cache.nbytes)
+        if self._posts:
+            posts, self._posts = self._posts, []
+            self._post_all(posts)
+
+    def _take(self, row: Row, now: float) -> None:
+        piece = row.take(now)
+        if piece is not None:
+            self.metrics.generated_tokens.add(piece.tokens)
+            self._posts.append((row.job, piece))
+
+    def _end(self, row: Row) -> None:
+        """Deliver the last piece of a continuation; a job is over with the last of them."""
+        self._take(row, time.monotonic())
+        row.job.ended += 1
+        if row.job.ended == row.job.n:
+            self._forget({row.job})
+
+    def _leave(self, places: list[int]) -> None:
+        """Take rows out of the batch; the last ones fill their places, which moves the fewest."""
+        if not places:
+            return
+        order = list(range(len(self._running)))
+        for place in reversed(places):
+            last = order.pop()
+            if place < len(order):
+                order[place] = last
+        self._decoder.keep(order)
+        self._running = [self._running[place] for place in order]
+
+    def _forget(self, jobs: set[Job]) -> None:
+        with self._lock:
+            self._outstanding -= jobs
+            self._lock.notify_all()
+
+    def _give_up(self) -> None:
+        """After an error that is the engine's own: tell every job, and begin anew."""
+        with self._lock:
+            self._posts = [(job, Piece(0, failure="internal")) for job in self._outstanding if not job.cancelled]
+            self._inbox.clear()
+            self._outstanding.clear()
+            self._lock.notify_all()
+        self._readings.drop(lambda job: True)
+        self._waiting.clear()
+        self._running = []
+        self._decoder = self._empty_decoder()
+        self._deliver()
+
+    def _empty_decoder(self) -> Decoder:
+        decoder = Decoder(self.model, self.model.initial_state(1))
+        decoder.keep([])
+        return decoder

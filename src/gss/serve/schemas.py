@@ -1,0 +1,176 @@
+"""What requests and answers look like; the OpenAPI description is made from these."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gss.generate import Sampling
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_INT64 = 2**63
+
+
+class _Request(BaseModel):
+    # Strict: nothing is guessed from a value of another type, and a field that is not known is refused, not ignored.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Request):
+    """How a stream ends."""
+
+    include_usage: bool = Field(False, description="Send the counts of tokens in a chunk of their own, at the end.")
+
+
+class CompletionRequest(_Request):
+    """OpenAI's completions, and what else the sampler knows."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+        "", description="A text, several, or token ids (read exactly as given)."
+    )
+    max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
+    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    min_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
+    best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")
+    stop: str | list[str] | None = Field(None, description="End before any of these.")
+    echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
+    logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="Not supported: 0 only.")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Not supported: 0 only.")
+    suffix: None = Field(None, description="Not supported.")
+    logit_bias: None = Field(None, description="Not supported.")
+    user: str | None = Field(None, description="Ignored.")
+
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty or 1.0,
+        )
+
+
+class TokenizeRequest(_Request):
+    """A text to cut up."""
+
+    prompt: str
+    model: str | None = None
+
+
+class DetokenizeRequest(_Request):
+    """Tokens to put together."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class Usage(BaseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(BaseModel):
+    """Scores of tokens, each list with one item a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    token_ids: list[int]
+
+
+class Choice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(BaseModel):
+    """The answer, or one chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    """A text's tokens."""
+
+    tokens: list[int]
+    pieces: list[str]
+    count: int
+
+
+class Text(BaseModel):
+    """Tokens' text."""
+
+    prompt: str
+
+
+class Health(BaseModel):
+    """Whether the server works."""
+
+    status: Literal["ok", "stopped"]
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Error, "description": "Something in the request is wrong or beyond a limit; `param` names it."},
+    401: {"model": Error, "description": "The API key is missing or wrong."},
+    403: {"model": Error, "description": "Addressed to another host."},
+    404: {"model": Error, "description": "No such model."},
+    408: {"model": Error, "description": "It took too long."},
+    413: {"model": Error, "description": "The body is too large."},
+    415: {"model": Error, "description": "The body is not application/json."},
+    429: {"model": Error, "description": "As many requests wait as may: try again later."},
+    503: {"model": Error, "description": "The server is about to stop."},
+}

@@ -1,0 +1,96 @@
+"""The process: a socket, an engine in its thread, uvicorn in front, and an orderly end."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import torch
+import uvicorn
+
+from gss.loading import Loaded
+from gss.serve.app import create_app
+from gss.serve.completions import post_to_loops
+from gss.serve.engine import Engine
+from gss.serve.limits import Limits
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    loaded: Loaded,
+    *,
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    rows: int = 64,
+    piece: int = 256,
+    cache_bytes: int = 256 << 20,
+    threads: int | None = None,
+    drain_seconds: float = 30.0,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve a model until SIGTERM or SIGINT; what is running then has `drain_seconds` to end.
+
+    threads   of the model on a CPU; None: all cores but one, which is left to the connections
+    ready     called with the address when requests can come
+    """
+    limits = limits or Limits()
+    if loaded.model.embedding.weight.device.type == "cpu":
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    engine = Engine(
+        loaded.model,
+        loaded.tokenizer,
+        rows=rows,
+        queue=limits.queue,
+        piece=piece,
+        cache_bytes=cache_bytes,
+        post=post_to_loops,
+    )
+    own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None
+    app = create_app(
+        engine,
+        name=name,
+        preset=loaded.preset,
+        step=loaded.step,
+        limits=limits,
+        api_key=api_key,
+        hosts=own_names,
+    )
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+    )
+    with _listening(host, port) as listener:
+        engine.start()
+        # uvicorn raises the signal again once it has shut down; by then everything has been done.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        ready(_address(listener))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            engine.stop()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot listen on {host} port {port}: {reason}; try another --port or --host") from None
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
