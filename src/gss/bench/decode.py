@@ -15,7 +15,7 @@ from gss.bench.measure import median_seconds, release
 from gss.bench.results import Row, missing
 from gss.bench.train import reason, resolve_peer
 from gss.config import ModelConfig
-from gss.decode import BLOCK, Decoder
+from gss.decode import BLOCK, Decoder, decoder
 from gss.generate import read
 from gss.model import LanguageModel, build_model
 from gss.nn.state import ModelState
@@ -58,9 +58,9 @@ def bench_decode(
             report(f"{model} reads {batch}×{context:,} tokens")
             state = _state(subject, batch, context)
             notes[batch, context] = f"state {state.nbytes / batch / 2**20:,.1f} MiB a sequence"
-            rounds[batch, context] = _round(_decoder(subject, state), batch, device)
+            rounds[batch, context] = _round(subject, state)
         report("decoding in turns")
-        seconds = {key: total / BLOCK for key, total in median_seconds(rounds, repeats).items()}
+        seconds = {key: total / _tokens(device) for key, total in median_seconds(rounds, repeats).items()}
         for (batch, context), taken in seconds.items():
             name = f"decode {model}, batch {batch}, context {context:,}"
             rows.append(Row(name, batch / taken, "tokens/s", note=notes[batch, context]))
@@ -81,9 +81,9 @@ def check_decoding(model: LanguageModel) -> Errors:
     tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
     first = BLOCK + 17
     _, state = read(model, tokens[:, :first])
-    decoder = _decoder(model, state)
     with autocast(device):
-        stepped = torch.stack([decoder.step(tokens[:, i]) for i in range(first, tokens.shape[1])], dim=1)
+        going_on = decoder(model, state)
+        stepped = torch.stack([going_on.step(tokens[:, i]) for i in range(first, tokens.shape[1])], dim=1)
     with paths(use_fast=False):
         with autocast(device):
             plain = model(tokens)[0][:, first:]
@@ -101,21 +101,28 @@ def _state(model: LanguageModel, batch: int, context: int) -> ModelState:
         return read(model, tokens, piece=_PIECE if device.type == "cuda" else 4096)[1]
 
 
-def _decoder(model: LanguageModel, state: ModelState) -> Decoder:
-    return Decoder(model, state)
+def _tokens(device: torch.device) -> int:
+    """Tokens of each row in a timed round: whole blocks, so that folding them into the state is in the time."""
+    return 8 * BLOCK if device.type == "cuda" else BLOCK
 
 
-def _round(decoder: Decoder, batch: int, device: torch.device) -> Callable[[], None]:
-    """A function that decodes `BLOCK` tokens of each row, so that folding a block into the state is in its time."""
-    token = torch.zeros(batch, dtype=torch.int64, device=device)
+def _round(model: LanguageModel, state: ModelState) -> Callable[[], None]:
+    """A function that decodes `_tokens` tokens of each row greedily and waits for them."""
+    device = model.embedding.weight.device
+    token = torch.zeros(state.batch, dtype=torch.int64, device=device)
+    count = _tokens(device)
+    with autocast(device):
+        going_on = decoder(model, state)
 
     def run() -> None:
         nonlocal token
         with autocast(device):
-            for _ in range(BLOCK):
-                token = decoder.step(token).argmax(-1)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            if isinstance(going_on, Decoder):
+                for _ in range(count):
+                    token = going_on.step(token).argmax(-1)
+            else:
+                token = going_on.greedy(token, count)[:, -1]
+        token.cpu()
 
     return run
 
@@ -139,8 +146,8 @@ def _peer_speed(name: str, like: ModelConfig, context: int, device: torch.device
     torch.manual_seed(0)
     if name not in FOREIGN:
         other = build_model(preset(name, vocab_size=like.vocab_size)).to(device).eval()
-        run = _round(_decoder(other, _state(other, 1, context)), 1, device)
-        return BLOCK / median_seconds({name: run}, repeats)[name]
+        run = _round(other, _state(other, 1, context))
+        return _tokens(device) / median_seconds({name: run}, repeats)[name]
     foreign = build_foreign(name, like, context + BLOCK * (repeats + 2)).to(device).eval()
     tokens = torch.randint(0, like.vocab_size, (1, context), device=device)
     count = 1 if name == "pypi-gss" else BLOCK
