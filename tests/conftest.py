@@ -7,6 +7,9 @@ import torch
 
 import gss
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels on the CPU; read when they are imported
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -1,0 +1,143 @@
+"""The decoding kernels against the plain decoder: on the CPU in Triton's interpreter, on a CUDA device as a graph."""
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+
+import gss
+from gss.decode import Decoder, decoder
+from gss.ops import fast
+from tests.comparing import relative_error
+from tests.conftest import small_config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU]),
+]
+# Sizes that no tile divides, and every choice that the kernels know: (batch, block, config).
+CASES = {
+    "one": (1, 3, {}),
+    "one, rms, no bias, positions": (1, 4, {"norm": "rmsnorm", "bias": False, "positions": "sinusoidal"}),
+    "one, relu": (1, 1, {"activation": "relu", "depth": 1}),
+    "three": (3, 3, {"activation": "swish"}),
+    "seventeen, rms, no bias": (17, 3, {"norm": "rmsnorm", "bias": False, "activation": "relu2"}),
+    "seventy, positions": (70, 2, {"positions": "sinusoidal", "depth": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def graph_decode() -> ModuleType:
+    import gss.graph_decode
+
+    return gss.graph_decode
+
+
+def model_of(device: str = "cpu", **overrides: object) -> gss.LanguageModel:
+    """A small model with weights that bfloat16 has, so that what differs is the kernels' doing."""
+    sizes = {"width": 22, "gate_width": 37, "channels": 19, "vocab_size": 61}
+    model = gss.build_model(small_config("gss", **{**sizes, **overrides}))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.data.bfloat16().float()
+        elif parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(device)
+
+
+def started(model: gss.LanguageModel, batch: int) -> tuple[torch.Tensor, gss.ModelState]:
+    """Tokens to go on with, and a state with rows at different positions."""
+    device = model.embedding.weight.device
+    tokens = torch.randint(0, 61, (batch, 16), device=device)
+    with torch.no_grad():
+        _, state = model(tokens[:, :6])
+    position = state.position + torch.arange(batch, device=device)
+    return tokens[:, 6:], gss.ModelState(position, state.layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_and_states(graph_decode: ModuleType, case: str, device: str) -> None:
+    batch, block, overrides = CASES[case]
+    model = model_of(device, **overrides)
+    tokens, state = started(model, batch)
+    untouched = state.map(torch.clone)
+    fast_steps, plain = graph_decode.GraphDecoder(model, state, block), Decoder(model, state, block)
+    count = 10 if device == "cuda" else 5 if batch < 64 else 3
+    logits, expected = (
+        torch.stack([steps.step(tokens[:, i]) for i in range(count)], dim=1) for steps in (fast_steps, plain)
+    )
+    # One sequence: float32 but for the weights. Several: activations in bfloat16, as under autocast.
+    bound = 2e-6 if batch == 1 else 2e-2
+    assert relative_error(logits, expected) < bound
+    after, plain_after = fast_steps.state(), plain.state()
+    assert torch.equal(after.position, plain_after.position)
+    for layer, plain_layer in zip(after.layers, plain_after.layers, strict=True):
+        assert relative_error(layer["modes"], plain_layer["modes"]) < bound
+    for layer, copy in zip(state.layers, untouched.layers, strict=True):
+        assert torch.equal(layer["modes"], copy["modes"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_is_the_likeliest_of_each_step(graph_decode: ModuleType, batch: int, device: str) -> None:
+    model = model_of(device, depth=1)
+    tokens, state = started(model, batch)
+    count = 7 if device == "cpu" else 40
+    decoders = [graph_decode.GraphDecoder(model, state, block=3) for _ in range(2)]
+    chosen = torch.cat([decoders[0].greedy(tokens[:, 0], 1), decoders[0].greedy(tokens[:, 1], count)], dim=1)
+    stepped = [decoders[1].step(tokens[:, 0]).argmax(-1)]
+    token = tokens[:, 1]
+    for _ in range(count):
+        token = decoders[1].step(token).argmax(-1)
+        stepped.append(token)
+    assert torch.equal(chosen, torch.stack(stepped, dim=1))
+    for layer, other in zip(decoders[0].state().layers, decoders[1].state().layers, strict=True):
+        assert torch.equal(layer["modes"], other["modes"])
+
+
+def test_a_token_outside_the_vocabulary_shows(graph_decode: ModuleType) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(device, depth=1)
+    steps = graph_decode.GraphDecoder(model, model.initial_state(1))
+    assert torch.isnan(steps.step(torch.tensor([61], device=device))).all()
+
+
+def test_what_the_kernels_lack_is_refused(graph_decode: ModuleType) -> None:
+    per_channel = gss.build_model(small_config("gss", **{"state_space.step_range": (1e-3, 1e-1)}))
+    hybrid = gss.build_model(small_config("gss-hybrid"))
+    doubles = gss.build_model(small_config("gss")).double()
+    for model in (per_channel, hybrid, doubles):
+        assert not graph_decode.supports(model, 64)
+        with pytest.raises(ValueError, match="use gss.decode.decoder"):
+            graph_decode.GraphDecoder(model, model.initial_state(1))
+    model = model_of()
+    assert graph_decode.supports(model, 64)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        graph_decode.GraphDecoder(model, model.initial_state(1), block=0)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        graph_decode.GraphDecoder(model, model.initial_state(1)).greedy(torch.tensor([0]), 0)
+
+
+def test_the_plain_decoder_elsewhere() -> None:
+    model = model_of()
+    assert isinstance(decoder(model, model.initial_state(2)), Decoder)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert isinstance(decoder(model, model.initial_state(2)), Decoder)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_the_fastest_that_fits(graph_decode: ModuleType) -> None:
+    model = model_of("cuda")
+    state = model.initial_state(2)
+    assert isinstance(decoder(model, state), Decoder)  # float32 is asked for
+    with torch.autocast("cuda", torch.bfloat16):
+        assert isinstance(decoder(model, state), graph_decode.GraphDecoder)
+        with fast.disabled():
+            assert isinstance(decoder(model, state), Decoder)
+    assert isinstance(decoder(model.bfloat16(), state), graph_decode.GraphDecoder)
