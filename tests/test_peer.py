@@ -11,6 +11,7 @@ from gss.bench.peers import paired_parameters, pypi_gss
 from gss.cli import app
 from gss.config import ModelConfig, StateSpaceConfig
 from gss.nn.gss import GSSLayer
+from gss.presets import preset
 from tests.comparing import relative_error
 
 pytest.importorskip("gated_state_spaces_pytorch", reason="the peer is an optional test dependency")
@@ -46,20 +47,22 @@ SIZES = {"width": 16, "gate_width": 32, "channels": 8, "modes": 8}
 
 def test_bench_refuses_to_report_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gss.bench.layer._difference", lambda ours, theirs: float("nan"))
+    config = preset("gss-tiny", norm_epsilon=1e-5)
     with pytest.raises(ValueError, match="differ by nan"):
-        bench_layer(**SIZES, shapes=((1, 64),), repeats=1)
+        bench_layer(config=config, shapes=[(1, 64)], device=torch.device("cpu"), peers=["pypi-gss"], repeats=1)
 
 
 def test_bench_command() -> None:
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
-    command = ["bench", "layer", "--peer", "--shape", "1x64", "--repeats", "1", "--json", *sizes]
-    result = CliRunner().invoke(app, command)
+    command = ["bench", "layer", "--peer", "pypi-gss", "--shape", "1x64", "--repeats", "1", "--device=cpu", "--json"]
+    result = CliRunner().invoke(app, [*command, *sizes])
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
-    assert [row["part"] for row in rows] == ["state space", "layer"]
-    assert all(row["error"] < 1e-5 and row["speedup"] > 0 and row["peer_peak_bytes"] > 0 for row in rows)
-
-
-def test_bench_shapes() -> None:
-    result = CliRunner().invoke(app, ["bench", "layer", "--shape", "64"])
-    assert "'64' is not a shape" in str(result.exception)
+    rows = json.loads(result.stdout)["rows"]
+    errors = [row for row in rows if row["unit"] == "relative error"]
+    assert len(errors) == 6
+    assert all(row["value"] < 1e-5 for row in errors)
+    times = {row["name"]: row for row in rows if row["unit"] == "ms"}
+    for part in ("state space", "layer"):
+        assert times[f"{part}, 1×64, pypi-gss"]["value"] > 0
+        assert times[f"{part}, 1×64, plain"]["peer"] == "pypi-gss"
+        assert times[f"{part}, 1×64, plain"]["ratio"] > 0

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gss.config import ModelConfig
+from gss.loss import next_token_loss
 from gss.model import LanguageModel, build_model
 from gss.ops import fast
-from gss.train.step import LossModule
 
 BF16_LIMIT, FLOAT32_LIMIT = 2e-2, 1e-4
 
@@ -31,8 +31,8 @@ class Errors:
         """Refuse to go on where the measured path is too far off."""
         if not self.measured <= self.limit:
             raise ValueError(
-                f"{what} differs from float64 by {self.measured:.1e} (plain paths: {self.plain:.1e}, limit "
-                f"{self.limit:.1e}): nothing is reported"
+                f"{what}: {self.measured:.1e} away from float64 (plain paths: {self.plain:.1e}, limit "
+                f"{self.limit:.1e}), so nothing is reported"
             )
         return self
 
@@ -91,7 +91,9 @@ def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, u
     precise = model.embedding.weight.dtype == torch.float64
     with paths(use_fast):
         with nullcontext() if precise else autocast(tokens.device):
-            loss, _ = LossModule(model)(tokens, targets, torch.ones_like(targets, dtype=torch.bool), None, None, False)
+            hidden, _ = model.hidden(tokens, keep_state=False)
+            everything = torch.ones_like(targets, dtype=torch.bool)
+            loss = next_token_loss(model.logits, model.embedding.weight, hidden, targets, everything)
         gradients = torch.autograd.grad(loss / targets.numel(), list(model.parameters()), allow_unused=True)
     zeros = (g if g is not None else torch.zeros_like(p) for g, p in zip(gradients, model.parameters(), strict=True))
     return [loss.detach().reshape(1), *zeros]
