@@ -26,7 +26,7 @@ def quickstart_command(
     runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
 ) -> None:
-    """Prepare the Python standard library, train a small GSS-Hybrid and a small GSS, evaluate and sample.
+    """Prepare the Python standard library, train a small GSS-Hybrid and a small GSS, evaluate, sample, report.
 
     What is there already is gone on with. Each part is one command of its own; they are shown on the way.
     """
@@ -38,6 +38,9 @@ def quickstart_command(
     from gss.evaluate import evaluate
     from gss.generate import Sampling, generate
     from gss.loading import load
+    from gss.report import write_report
+    from gss.report.scores import keep
+    from gss.report.theme import MissingMatplotlibError
     from gss.train import resolve, train
 
     console = Console(highlight=False, soft_wrap=True)
@@ -58,7 +61,9 @@ def quickstart_command(
     results = {"unigrams": _unigrams(held_out, lengths)}
     for name, folder in folders.items():
         show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
-        results[name] = evaluate(load(folder).model, held_out, lengths)
+        model, _, step, _ = load(folder)
+        results[name] = evaluate(model, held_out, lengths)
+        keep(folder, step, held_out, results[name])
     table = length_table(results, "Python that they have not seen")
     Console(width=max(console.width, 110), highlight=False).print(table)
     for name, result in results.items():
@@ -67,6 +72,13 @@ def quickstart_command(
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
     text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.7))
     console.print(escape(PROMPT + text))
+    report = runs / "report.html"
+    show(f"gss report {' '.join(map(str, folders.values()))} --out {report} --prompt '{PROMPT}'")
+    try:
+        written = write_report([*folders.values()], report, prompt=PROMPT)
+        console.print(escape(f"wrote {written}: open it in a browser"))
+    except MissingMatplotlibError as error:
+        console.print(escape(f"no report: {error}"))
     console.print(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}")
 
 

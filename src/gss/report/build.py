@@ -79,8 +79,14 @@ def _document(runs: list[Run], scored: list[Scores], prompt: str | None) -> Docu
     sections += [_training(runs, scored), _lengths(runs, scored), *_memory(runs), _samples(runs, prompt)]
     if len(runs) == 1:
         sections.append(Section("Settings", "All of them are in config.json.", [settings_table(runs[0])]))
-    name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    return Document(name, f"A report by gss {gss.__version__}, {now}.", findings(runs, scored), sections)
+    names = [run.name for run in runs]
+    title = f"{', '.join(names[:-1])} and {names[-1]}" if 1 < len(names) < 4 else names[0]
+    return Document(
+        title if len(names) < 4 else f"{len(names)} runs compared",
+        f"A report by gss {gss.__version__}, {now}.",
+        findings(runs, scored),
+        sections,
+    )
 
 
 def _training(runs: list[Run], scored: list[Scores]) -> Section:

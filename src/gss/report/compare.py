@@ -12,25 +12,27 @@ from gss.report.document import Card, Table
 from gss.report.run import Run
 from gss.report.scores import Scores
 from gss.report.theme import run_variable, tokens
+from gss.train.progress import duration
 
 
 def card(run: Run, score: Scores, index: int) -> Card:
     """A run's figures."""
     accounts = account(run.model_config, run.length or 4096)
-    facts = [("parameters", tokens(accounts.parameters)), ("state of a sequence", size(accounts.state_bytes))]
+    facts = [("parameters", tokens(accounts.parameters)), ("state", size(accounts.state_bytes))]
     if run.training:
-        facts.append(("last losses, mean", f"{statistics.fmean(_last(run)):.3f}"))
+        facts.append(("loss, last 5%", f"{statistics.fmean(_last(run)):.3f}"))
     if score.result:
         row = score.result.rows[-1]
-        where = "on whole documents" if row.length is None else f"at {row.length:,}"
-        facts.append((f"perplexity {where}", f"{row.perplexity:.2f}"))
+        where = "whole" if row.length is None else binary(row.length)
+        facts.append((f"perplexity, {where}", f"{row.perplexity:.2f}"))
         if not math.isnan(row.bits_per_byte):
             facts.append(("bits a byte", f"{row.bits_per_byte:.3f}"))
     if run.tokens_seen:
-        facts.append(("trained on", f"{tokens(run.tokens_seen)} tokens"))
+        facts.append(("tokens seen", tokens(run.tokens_seen)))
     if run.training:
-        speed = statistics.median(row["tokens_per_second"] for row in run.training)
-        facts.append(("speed", f"{tokens(speed)} tokens/s"))
+        speeds = [row["tokens_per_second"] for row in run.training]
+        facts.append(("tokens a second", tokens(statistics.median(speeds))))
+        facts.append(("time training", duration(sum(run.config["batch_tokens"] / speed for speed in speeds))))
     return Card(run.name, run_variable(index), _about(run), facts)
 
 
@@ -70,7 +72,8 @@ def findings(runs: Sequence[Run], scored: Sequence[Scores]) -> list[str]:
     ]
     if len(known) > 1 and len(known) == len(runs):
         (best, winner), (second, _) = sorted(known)[:2]
-        said.append(f"{winner} is best there: {second - best:.3f} nats a token under the next.")
+        where = f"at {_common(scored):,} tokens" if _common(scored) else "on whole documents"
+        said.append(f"{winner} is best {where}, {second - best:.3f} nats a token under the next.")
     return said
 
 
@@ -103,8 +106,11 @@ def length_table(runs: Sequence[Run], scored: Sequence[Scores]) -> Table | None:
         if score.result:
             by_length = {row.length: f"{row.perplexity:.2f}" for row in score.result.rows}
             last = score.result.rows[-1]
-            extra = (last.standard_error, ".3f"), (last.word_perplexity, ".4g"), (last.bits_per_byte, ".3f")
-            tail = ["–" if math.isnan(value) else format(value, form) for value, form in extra]
+            tail = [
+                "–" if math.isnan(last.standard_error) else f"{last.standard_error:.3f}",
+                "–" if math.isnan(last.word_perplexity) else tokens(last.word_perplexity),
+                "–" if math.isnan(last.bits_per_byte) else f"{last.bits_per_byte:.3f}",
+            ]
             parameters = tokens(account(run.model_config).parameters)
             table.rows.append([run.name, parameters, *(by_length.get(length, "") for length in lengths), *tail])
     for preset, corpora in papers.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gss.evaluate import Evaluation, PositionLoss
 from gss.paper import PERPLEXITY
 from gss.report.run import Run
 from gss.report.scores import Scores
@@ -90,7 +91,7 @@ def _loss(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture:
         axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
     _steps_axis(axes)
     axes.set_ylabel("loss (nats a token)")
-    _legend(axes, runs)
+    legend_above(figure, axes)
     caption = "Every step faint, their running mean strong" + (
         "; circles are held-out data at the training length." if held_out else "; nothing was evaluated on the way."
     )
@@ -120,6 +121,7 @@ def _by_step(
     from matplotlib.ticker import FuncFormatter
 
     axes = picture.figure.subplots()
+    same = column == "learning_rate"  # often the same in all runs: the ones below are drawn wider, to be seen
     for index, run in enumerate(runs):
         steps, values = _column(run.training, column)
         if not len(values):
@@ -127,7 +129,8 @@ def _by_step(
         if smooth:
             axes.plot(*_thinned(steps, values), color=run_colour(index), linewidth=0.7, alpha=0.3)
             values = _smoothed(values)
-        axes.plot(*_thinned(steps, values), color=run_colour(index), label=run.name)
+        wider = 1.3 * (len(runs) - 1 - index) if same else 0.0
+        axes.plot(*_thinned(steps, values), color=run_colour(index), label=run.name, linewidth=1.8 + wider)
     if log:
         log_axis(axes, "y")
         low, high = axes.get_ylim()
@@ -138,7 +141,7 @@ def _by_step(
         axes.yaxis.set_major_formatter(FuncFormatter(tokens))
     _steps_axis(axes)
     axes.set_ylabel(label)
-    _legend(axes, runs)
+    legend_above(picture.figure, axes)
     return picture
 
 
@@ -155,11 +158,9 @@ def length_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture | N
         if not rows:
             continue
         at = [row.length or 0 for row in rows]
-        spread = [0 if math.isnan(row.standard_error) else row.perplexity * row.standard_error for row in rows]
-        axes.errorbar(
-            at, [row.perplexity for row in rows], spread, color=run_colour(index), marker="o", markersize=5,
-            capsize=3, elinewidth=1, label=run.name,
-        )  # fmt: skip
+        axes.plot(
+            at, [row.perplexity for row in rows], color=run_colour(index), marker="o", markersize=5, label=run.name
+        )
         lengths |= set(at)
         for corpus, paper in PERPLEXITY.get(run.preset or "", {}).items():
             axes.plot(
@@ -173,13 +174,16 @@ def length_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture | N
     axes.xaxis.set_major_locator(FixedLocator(sorted(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(binary))
-    axes.margins(x=0.08, y=0.18)
+    axes.margins(x=0.08, y=0.12)
+    low, high = axes.get_ylim()
+    room = max(0.0, 0.12 * low - (high - low)) / 2  # so that hundredths do not look like a trend
+    axes.set_ylim(low - room, high + room)
     if len(trained) == 1:
         axes.axvline(trained.pop(), color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
     axes.set_xlabel("evaluation length (tokens)")
     axes.set_ylabel("perplexity (a token)")
-    _legend(axes, runs, always=True)
-    caption = "Bars: standard error over documents, the same at every length. Dashed: the training length."
+    legend_above(figure, axes)
+    caption = "The same tokens count at every length. Dashed: the training length."
     return Picture("length", "Perplexity by length", caption, figure)
 
 
@@ -190,7 +194,7 @@ def position_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture |
     drawn = False
     trained = {run.length for run in runs if run.length}
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
-        positions = score.result.rows[-1].by_position if score.result else ()
+        positions = _positions(score.result) if score.result else []
         if positions:
             drawn = True
             middles = [math.sqrt((bin_.start + 1) * bin_.stop) for bin_ in positions]
@@ -203,9 +207,19 @@ def position_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture |
         axes.axvline(trained.pop(), color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
     axes.set_xlabel("position in the window (tokens)")
     axes.set_ylabel("loss (nats a token)")
-    _legend(axes, runs)
-    caption = "At the longest length, in bins that double: what more context is worth. Dashed: the training length."
+    legend_above(figure, axes)
+    caption = "What more context is worth, in bins that double. Dashed: the training length."
     return Picture("position", "Loss by position", caption, figure)
+
+
+def _positions(result: Evaluation) -> list[PositionLoss]:
+    """For each bin the length that has most tokens in it: short windows are many, long ones reach far."""
+    best: dict[int, PositionLoss] = {}
+    for row in result.rows:
+        for found in row.by_position:
+            if found.start not in best or found.tokens > best[found.start].tokens:
+                best[found.start] = found
+    return [best[start] for start in sorted(best)]
 
 
 def binary(value: float, _position: Any = None) -> str:
@@ -226,11 +240,16 @@ def _steps_axis(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(tokens))
 
 
-def _legend(axes: "Axes", runs: Sequence[Run], always: bool = False) -> None:
-    """Names of the lines, where there are several."""
+def legend_above(figure: "Figure", axes: "Axes") -> None:
+    """Names of the lines, where there are several, over the figure: there they cover nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1 or (always and len(runs) == 1 and len(labels) > 1):
-        axes.legend(handles, [short(label) for label in labels], handlelength=1.4)
+    if len(labels) > 1:
+        names = [short(label) for label in labels]
+        columns = max(1, min(len(names), 56 // (4 + max(map(len, names)))))
+        figure.legend(
+            handles, names, loc="outside upper left", ncols=columns, handletextpad=0.4, columnspacing=1.2,
+            handlelength=1.2, borderaxespad=0.1,
+        )  # fmt: skip
 
 
 def short(name: str, size: int = 30) -> str:

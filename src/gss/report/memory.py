@@ -18,7 +18,8 @@ from gss.ops.kernel import kernel
 from gss.report.run import Run
 
 KERNEL_LENGTH = 4096
-_SHOWN = 256  # positions of a kernel that are drawn one by one
+_SHOWN = 1024  # positions of a kernel that are drawn one by one
+_FAR = 32  # tokens back that count as long ago
 
 Array = npt.NDArray[np.float64]
 
@@ -34,8 +35,8 @@ class Space:
     lags: Array
     energy: Array
     """Root mean square over channels of the kernel, around each of the lags (tokens back, from 1)."""
-    strongest: int
-    """The channel whose kernel has most energy."""
+    farthest: int
+    """The channel whose kernel has most energy long ago."""
     taps: Array
     """The first positions of every channel's kernel, [H, L]."""
 
@@ -95,6 +96,6 @@ def _space(name: str, space: DiagonalStateSpace, length: int) -> Space:
         log_a.flatten().cpu().numpy(),
         np.array(middles),
         np.array(energy),
-        int((taps**2).sum(1).argmax()),
+        int((taps[:, _FAR:] ** 2).sum(1).argmax()),
         taps[:, :_SHOWN],
     )

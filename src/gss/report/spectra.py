@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gss.report.curves import Picture
+from gss.report.curves import Picture, legend_above
 from gss.report.memory import Memory, Space
 from gss.report.theme import LIGHT, layer_colours, log_axis, power_of_ten
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MODES = 360  # drawn in the plane at most
@@ -25,7 +24,7 @@ def memory_pictures(name: str, memory: Memory) -> list[Picture]:
 
 def _plane(memory: Memory) -> Picture:
     """Λ in the complex plane, both axes logarithmic, each mode joined to where it started."""
-    figure = _figure(3.6)
+    figure = _figure(3.3)
     axes = figure.subplots()
     now, colours = memory.now, layer_colours(len(memory.now))
     each = max(1, _MODES // len(now))
@@ -53,9 +52,9 @@ def _plane(memory: Memory) -> Picture:
     axes.xaxis.set_major_formatter(_negative)
     if positive:
         log_axis(axes, "y")
-    axes.set_xlabel("Re λ (a token; long memory to the right)")
+    axes.set_xlabel("Re λ (1/token; to the right modes last longer)")
     axes.set_ylabel("Im λ (radians a token)")
-    _legend_above(figure, axes)
+    legend_above(figure, axes)
     some = "" if shown == total else f" {shown} of the {total:,} modes are drawn."
     moved = " Lines join each mode to its start." if memory.start else ""
     return Picture("spectrum", "Λ in the complex plane", f"Eigenvalues by layer.{moved}{some}", figure)
@@ -64,7 +63,7 @@ def _plane(memory: Memory) -> Picture:
 def _time_constants(memory: Memory) -> Picture:
     """Histograms of −1/Re λ, a row a layer: the start in outline, now filled."""
     rows = _spread(memory.now)
-    figure = _figure(max(3.6, 0.9 + 0.32 * len(rows)))
+    figure = _figure(max(3.3, 0.9 + 0.32 * len(rows)))
     axes = figure.subplots()
     every = memory.now + (memory.start or [])
     low = min(space.time_constants.min() for space in every)
@@ -95,7 +94,7 @@ def _time_constants(memory: Memory) -> Picture:
 
 def _reach(memory: Memory) -> Picture:
     """RMS of the kernels by lag."""
-    figure = _figure(3.6)
+    figure = _figure(3.3)
     axes = figure.subplots()
     colours = layer_colours(len(memory.now))
     rows = _spread(memory.now)
@@ -113,35 +112,33 @@ def _reach(memory: Memory) -> Picture:
     axes.set_ylim(bottom=max(axes.get_ylim()[0], top * 1e-6))
     axes.set_xlabel("tokens back")
     axes.set_ylabel("size of the kernel (RMS)")
-    _legend_above(figure, axes)
+    legend_above(figure, axes)
     caption = "What an input still adds to the output so many tokens later, over all channels of a layer."
     return Picture("reach", "How far back layers look", caption + _left_out(memory, rows), figure)
 
 
 def _kernels(memory: Memory) -> Picture:
-    """The strongest channel's kernel in the first, the middle and the last layer."""
+    """The kernel of the channel that looks farthest back in the first, the middle and the last layer."""
     picked = sorted({0, len(memory.now) // 2, len(memory.now) - 1})[:_KERNELS]
-    figure = _figure(3.6)
+    figure = _figure(3.3)
     colours = layer_colours(len(memory.now))
-    for place, index in enumerate(picked):
-        axes = figure.add_subplot(len(picked), 1, place + 1)
+    panels = figure.subplots(len(picked), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, index in zip(panels, picked, strict=True):
         space = memory.now[index]
-        taps = space.taps[space.strongest]
-        at = np.arange(len(taps))
+        at = np.arange(1, space.taps.shape[1])  # what the present token adds would dwarf the rest
         if memory.start:
-            axes.plot(
-                at, memory.start[index].taps[space.strongest], color=LIGHT["before"], linewidth=0.9, label="start"
-            )
-        axes.plot(at, taps, color=colours[index], linewidth=1.3, label="now")
-        axes.axhline(0, color=LIGHT["grid"], linewidth=0.8, zorder=0)
+            before = memory.start[index].taps[space.farthest, 1:]
+            axes.plot(at, before, color=LIGHT["before"], linewidth=0.9, label="start")
+        axes.plot(at, space.taps[space.farthest, 1:], color=colours[index], linewidth=1.2, label="now")
+        log_axis(axes, "x")
         axes.locator_params(axis="y", nbins=3)
         axes.set_ylabel(space.name)
-        axes.text(0.99, 0.9, f"channel {space.strongest + 1}", transform=axes.transAxes, ha="right", va="top",
+        axes.text(0.99, 0.95, f"channel {space.farthest + 1}", transform=axes.transAxes, ha="right", va="top",
                   fontsize=8.5, color=LIGHT["muted"])  # fmt: skip
-        axes.set_xlabel("tokens back" if place == len(picked) - 1 else "")
-        if place < len(picked) - 1:
-            axes.tick_params(labelbottom=False)
-    caption = "K of the channel with most energy" + ("; grey at the start." if memory.start else ".")
+    panels[-1].set_xlabel("tokens back")
+    caption = "K of the channel that has most of it beyond 32 tokens" + (
+        "; grey at the start." if memory.start else "."
+    )
     return Picture("kernels", "Kernels", caption, figure)
 
 
@@ -168,13 +165,7 @@ def _negative(value: float, _position: Any = None) -> str:
     return "−" + power_of_ten(value)
 
 
-def _legend_above(figure: "Figure", axes: "Axes") -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=5, handletextpad=0.3, columnspacing=1.0,
-                  handlelength=1.2, borderaxespad=0.2)  # fmt: skip
-
-
 def _figure(height: float) -> "Figure":
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(5.2, height))
+    return Figure(figsize=(4.7, height))

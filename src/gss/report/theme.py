@@ -32,7 +32,7 @@ COLOURS = {
 LIGHT = {name: pair[0] for name, pair in COLOURS.items()}
 _RAMP = ("#2f80c9", "#7d6bd0", "#c75f9e", "#dd7f45")  # first layer to last, readable on both
 _SETTINGS: dict[str, Any] = {
-    "figure.figsize": (5.2, 3.3),
+    "figure.figsize": (4.7, 3.1),
     "figure.constrained_layout.use": True,
     "figure.facecolor": LIGHT["card"],
     "savefig.facecolor": LIGHT["card"],
@@ -65,12 +65,16 @@ _SETTINGS: dict[str, Any] = {
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
+class MissingMatplotlibError(ValueError):
+    """The extra `report` is not installed."""
+
+
 def require_matplotlib() -> None:
     """One clear line where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
+        raise MissingMatplotlibError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
 
 
 def style() -> AbstractContextManager[None]:

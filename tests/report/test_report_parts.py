@@ -1,0 +1,195 @@
+"""The numbers behind a report: the start drawn again, scores kept or missing, axes named, runs with parts missing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import gss
+from gss.data import open_dataset
+from gss.evaluate import evaluate
+from gss.model import build_model
+from gss.report import write_report
+from gss.report.compare import difference_table, length_table
+from gss.report.curves import length_picture, position_picture, training_pictures
+from gss.report.memory import memory, spaces
+from gss.report.run import read_run, read_runs
+from gss.report.scores import Scores, scores
+from gss.report.spectra import memory_pictures
+from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
+from gss.train import resolve, train
+from tests.conftest import small_config
+from tests.report.conftest import Lab
+
+
+def silent(stage: str, share: float) -> None:
+    assert 0 <= share <= 1
+
+
+def test_the_start_is_the_runs_own(lab: Lab, tmp_path: Path) -> None:
+    """A run of one step that hardly moves ends where the report says that it began; torch's own draws are not moved."""
+    settings = ["model.width=16", "model.gate_width=32", "model.channels=8", "model.depth=2", "steps=1", "length=32",
+                "batch_tokens=64", "device=cpu", "seed=5", "optimizer.state_space_learning_rate=1e-12"]  # fmt: skip
+    train(resolve("gss-tiny", None, settings, 257), lab.data, tmp_path / "still", quiet=True)
+    run = read_run(tmp_path / "still")
+    before = torch.random.get_rng_state()
+    found = memory(run)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert found is not None
+    assert found.start is not None
+    assert [space.name for space in found.now] == ["layer 1", "layer 2"]
+    for now, start in zip(found.now, found.start, strict=True):
+        assert now.log_a == pytest.approx(start.log_a, rel=1e-6)
+        assert now.taps == pytest.approx(start.taps, abs=1e-5)
+
+
+def test_kernels_are_the_models(lab: Lab) -> None:
+    model = build_model(small_config("gss"))
+    layer = model.layers[0]
+    impulse = torch.zeros(1, 64, 5)
+    impulse[0, 0] = 1
+    heard, _ = layer.state_space(impulse)
+    heard[0, 0] -= layer.state_space.skip
+    space = spaces(model, 64)[0]
+    assert space.taps[:, :64] == pytest.approx(heard[0].T.detach().numpy(), abs=1e-5)
+    assert space.time_constants == pytest.approx((1 / layer.state_space.log_decay.exp()).detach().numpy(), rel=1e-5)
+
+
+def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
+    run = read_run(lab.dss)
+    first = scores(run, None, 900, [32, 128], silent)
+    assert first.result is not None
+    expected = evaluate(gss.load(lab.dss).model, open_dataset(lab.data, "valid"), [32, 128], max_tokens=900)
+    assert [row.loss for row in first.result.rows] == [row.loss for row in expected.rows]
+
+    def never(stage: str, share: float) -> None:
+        raise AssertionError("scored again")
+
+    assert scores(run, None, 900, None, never) == first
+    assert scores(run, lab.data, 0, [32, 128], never) == first
+    (kept,) = (lab.dss / "evaluations").iterdir()
+    facts = json.loads(kept.read_text())
+    assert facts["step"] == 12
+    # Another checkpoint's scores are not this one's, and broken files are passed over.
+    kept.write_text(json.dumps({**facts, "step": 11}))
+    (lab.dss / "evaluations" / "broken.json").write_text("[")
+    (lab.dss / "evaluations" / "odd.json").write_text('{"rows": [{"length": 3}]}')
+    assert scores(run, None, 0, None, silent).result is None
+
+
+def test_missing_validation_data_is_said(lab: Lab, tmp_path: Path) -> None:
+    for facts, words in (
+        ({"folder": str(tmp_path / "gone"), "hash": "x"}, "the run's data is no longer at"),
+        ({"folder": str(lab.data), "hash": "x"}, "holds other data than the run was trained on"),
+        ({}, "does not say where its data is"),
+    ):
+        (lab.dss / "data.json").write_text(json.dumps(facts))
+        found = scores(read_run(lab.dss), None, 900, None, silent)
+        assert found.result is None
+        assert words in found.missing
+    text = write_report([lab.dss], tmp_path / "report.md", form="md").read_text(encoding="utf-8")
+    assert "does not say where its data is" in text
+    assert "nothing was evaluated on the way" in text
+
+
+def test_runs_with_parts_missing(lab: Lab, tmp_path: Path) -> None:
+    (lab.hybrid / "metrics.jsonl").unlink()
+    (lab.hybrid / "environment.json").unlink()
+    config = json.loads((lab.hybrid / "config.json").read_text())
+    del config["seed"], config["preset"]
+    (lab.hybrid / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(lab.dss / "checkpoints")
+    text = write_report([lab.hybrid, lab.dss], tmp_path / "report.md", form="md").read_text(encoding="utf-8")
+    for words in ("hybrid has no numbers by step", "no seed", "the run has no checkpoint yet", "dss has no sample"):
+        assert words in text.replace("\\", "")
+    shutil.rmtree(lab.hybrid / "checkpoints")
+    assert write_report([lab.hybrid], tmp_path / "report.html").is_file()
+
+
+def test_a_model_without_state_spaces(lab: Lab, tmp_path: Path) -> None:
+    settings = ["model.width=16", "model.feedforward_width=32", "model.attention.heads=2", "model.depth=1", "steps=2",
+                "length=32", "batch_tokens=64", "device=cpu"]  # fmt: skip
+    train(resolve("transformer-tiny", None, settings, 257), lab.data, tmp_path / "plain", quiet=True)
+    text = write_report([tmp_path / "plain"], tmp_path / "report.md", form="md").read_text(encoding="utf-8")
+    assert "the model has no state spaces" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "not valid JSON"), ("{}", "does not describe a run"), ('{"model": {"width": -1}}', "width must be")],
+)
+def test_folders_that_are_no_runs(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_run(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read_run(tmp_path)
+
+
+def test_every_axis_is_named_and_nothing_is_cut_off(lab: Lab) -> None:
+    runs = read_runs([lab.hybrid, lab.dss])
+    scored = [scores(run, None, 900, [32, 128], silent) for run in runs]
+    with style():
+        pictures = [*training_pictures(runs, scored), length_picture(runs, scored), position_picture(runs, scored)]
+        for run in runs:
+            found = memory(run)
+            assert found is not None
+            pictures += memory_pictures(run.name, found)
+        for picture in pictures:
+            assert picture is not None
+            picture.figure.draw_without_rendering()
+            axes = picture.figure.axes
+            assert axes[-1].get_xlabel()
+            assert all(one.get_ylabel() for one in axes)
+            assert all(one.get_shared_x_axes().joined(one, axes[-1]) for one in axes[:-1])
+            whole = picture.figure.bbox
+            for one in axes:
+                box = one.get_tightbbox()
+                assert box is not None
+                assert whole.x0 <= box.x0 < box.x1 <= whole.x1 + 1, picture.name
+                assert whole.y0 <= box.y0 < box.y1 <= whole.y1 + 1, picture.name
+                for legend in picture.figure.legends:
+                    assert not legend.get_window_extent().overlaps(one.get_window_extent()), picture.name
+
+
+def test_the_papers_figures_stand_beside(lab: Lab) -> None:
+    run = read_run(lab.dss)
+    run.config["preset"] = "gss-l"
+    score = scores(run, None, 900, [32, 128], silent)
+    table = length_table([run], [score])
+    assert table is not None
+    assert table.header[:8] == ["perplexity at", "params", "32", "128", "512", "4k", "16k", "65k"]
+    assert [row[0] for row in table.rows] == [
+        "unigrams",
+        "dss",
+        *(f"paper's gss-l, {c}" for c in ("PG-19", "ArXiv", "Github")),
+    ]
+    assert table.rows[2][4:8] == ["12.48", "11.33", "11.16", "11.12"]
+    assert table.quiet == {0, 2, 3, 4}
+    assert length_table([run], [Scores(None)]) is None
+
+
+def test_differences_of_configs(lab: Lab) -> None:
+    one, other = read_runs([lab.hybrid, lab.dss])
+    table = difference_table([one, other])
+    assert table is not None
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["seed"] == ["0", "3"]
+    assert rows["model.state_space.step_range"] == ["none", "0.001, 0.1"]
+    assert "steps" not in rows
+    assert difference_table([one]) is None
+    assert difference_table([one, one]) is None
+
+
+def test_names_tell_runs_apart(lab: Lab, tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        shutil.copytree(lab.dss, tmp_path / place / "run")
+    assert [run.name for run in read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])] == ["a/run", "b/run"]
+
+
+def test_numbers_in_little_room() -> None:
+    assert [tokens(value) for value in (512, 4096, 1.5e6, 0.25)] == ["512", "4.1k", "1.5M", "0.25"]
+    assert [power_of_ten(value) for value in (1e-3, 0.1, 1, 100, 1e7, 0)] == ["10⁻³", "0.1", "1", "100", "10⁷", "0"]
+    assert len(set(LIGHT.values())) == len(COLOURS)

@@ -1,0 +1,33 @@
+"""`gss quickstart` ends with a report; without matplotlib it says so and ends well."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gss.cli import app
+
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
+SMALL = ("model.width=16", "model.depth=2", "model.gate_width=32", "model.channels=8", "model.feedforward_width=32",
+         "model.state_space.modes=4", "model.attention.heads=2", "steps=3", "length=64",
+         "batch_tokens=256")  # fmt: skip
+
+
+def test_quickstart_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = [f"--set={setting}" for setting in SMALL]
+    folders = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")]
+    arguments = ["quickstart", "--config", str(CONFIG), *folders, *sets]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        first = CliRunner().invoke(app, arguments)
+    assert first.exit_code == 0, first.output
+    assert "no report: a report's figures need matplotlib: pip install 'gss-lm[report]'" in first.output
+    assert "run folders: " in first.output
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0, again.output
+    report = tmp_path / "runs" / "report.html"
+    assert f"wrote {report}" in again.output
+    page = report.read_text(encoding="utf-8")
+    assert page.count("<svg") == 14
+    assert "16k" in page  # the scores that quickstart itself computed
