@@ -23,47 +23,75 @@ from gss.decode import Decoder
 from gss.graph_decode import GraphDecoder, prepare
 from gss.nn.state import ModelState
 from gss.ops import fast
-from gss.ops.gpu.decode_step import Buffers, Tile, Tiles, Weights, launch_fold, launch_step
+from gss.ops.gpu.decode_step import (
+    Buffers,
+    Tile,
+    Tiles,
+    Weights,
+    head_many,
+    head_one,
+    launch_fold,
+    launch_step,
+    many_layer,
+    one_layer,
+)
 
 STARTED = time.perf_counter()
-VARIANTS_ONE: dict[str, list[Tile]] = {
-    "gate_one": [Tile(rows=8), Tile(rows=32), Tile(rows=32, warps=8), Tile(rows=16, warps=8), Tile(rows=8, warps=2)],
-    "output_one": [
-        Tile(rows=2, depth=4096),
-        Tile(rows=8, depth=4096, warps=8),
-        Tile(rows=4, depth=4096, warps=8),
-        Tile(rows=8, depth=2048),
-    ],
-    "context_one": [Tile(rows=32), Tile(rows=8), Tile(rows=32, warps=8)],
-    "head_one": [Tile(rows=8), Tile(rows=32), Tile(rows=32, warps=8)],
-}
-VARIANTS_MANY: dict[str, list[Tile]] = {
-    "gate_many": [
-        Tile(rows=64, depth=128, stages=4),
-        Tile(rows=64, depth=64, stages=6),
-        Tile(rows=32, depth=256, stages=3),
-        Tile(rows=32, depth=128, stages=5),
-    ],
-    "output_many": [
-        Tile(rows=64, depth=128, stages=5),
-        Tile(rows=64, depth=256, stages=3),
-        Tile(rows=32, depth=128, stages=4),
-    ],
-    "context_many": [Tile(rows=32, warps=8), Tile(rows=64, warps=4), Tile(rows=128, warps=8), Tile(rows=32, warps=4)],
-    "head_many": [
-        Tile(rows=128, depth=64, stages=4),
-        Tile(rows=128, depth=128, stages=3, warps=8),
-        Tile(rows=64, depth=64, stages=5),
-    ],
-}
+# What to try instead of the defaults, the most promising first: (batch, changes of `Tiles`).
+VARIANTS: list[tuple[int, list[dict[str, Any]]]] = [
+    (
+        64,
+        [
+            {"ahead": False},
+            {"overlap": False},
+            {"context_many": Tile(rows=64, columns=32, warps=8)},
+            {"context_many": Tile(rows=128, columns=16, warps=8)},
+            {"context_many": Tile(rows=64, columns=16)},
+            {"gate_many": Tile(rows=64, depth=128, stages=4, columns=32)},
+            {"gate_many": Tile(rows=32, depth=256, stages=3)},
+            {"gate_many": Tile(rows=64, depth=128, stages=3, columns=32)},
+            {"output_many": Tile(rows=64, depth=128, stages=4)},
+            {"output_many": Tile(rows=64, depth=128, stages=4), "splits": 16},
+            {"output_many": Tile(rows=64, depth=128, stages=4, columns=32), "splits": 4},
+            {"channels": 64},
+            {"channels": 16},
+        ],
+    ),
+    (
+        1,
+        [
+            {"gate_one": Tile(rows=4, warps=1)},
+            {"output_one": Tile(rows=1, depth=4096, warps=1)},
+            {"output_one": Tile(rows=2, depth=4096, warps=2)},
+            {"output_one": Tile(rows=1, depth=4096, warps=2)},
+            {"context_one": Tile(rows=8, warps=1)},
+            {"context_one": Tile(rows=8, warps=2)},
+            {"context_one": Tile(rows=16, warps=2)},
+            {"head_one": Tile(rows=8, warps=2)},
+            {"head_one": Tile(rows=4, warps=1)},
+            {"gate_one": Tile(rows=4, warps=2)},
+        ],
+    ),
+    (
+        8,
+        [
+            {"ahead": False},
+            {"gate_many": Tile(rows=32, depth=256, stages=3)},
+            {"output_many": Tile(rows=64, depth=256, stages=3)},
+            {"context_many": Tile(rows=64, warps=4)},
+            {"context_many": Tile(rows=32, warps=4)},
+        ],
+    ),
+]
 FOLDS = [
-    ("tf32x3", Tile(rows=64, depth=16, stages=2)),
-    ("tf32x3", Tile(rows=64, depth=32, stages=1)),
-    ("tf32x3", Tile(rows=64, depth=32, warps=8, stages=2)),
-    ("bf16x3", Tile(rows=64, depth=16, stages=2)),
-    ("bf16x3", Tile(rows=64, depth=32, stages=1)),
-    ("tf32", Tile(rows=64, depth=16, stages=2)),
-    ("tf32", Tile(rows=64, depth=32, stages=1)),
+    (64, "bf16x3", Tile(rows=128, depth=32, warps=8, stages=1)),
+    (64, "bf16x3", Tile(rows=128, depth=16, warps=8, stages=2)),
+    (64, "bf16x3", Tile(rows=64, depth=32, stages=1)),
+    (64, "bf16x3", Tile(rows=64, depth=16, stages=3)),
+    (64, "tf32x3", Tile(rows=128, depth=16, warps=8, stages=2)),
+    (1, "tf32x3", Tile(rows=16, depth=64, stages=1)),
+    (1, "tf32x3", Tile(rows=16, depth=32, stages=2)),
+    (1, "tf32x3", Tile(rows=16, depth=128, stages=1)),
 ]
 
 
@@ -103,6 +131,20 @@ def step_us(weights: Weights, batch: int, tiles: Tiles, steps: int = 8) -> float
             launch_step(weights, buffers, tiles)
 
     return median_us(captured(work).replay, inner=steps)
+
+
+def parts_us(weights: Weights, batch: int, tiles: Tiles) -> dict[str, float]:
+    """Each kernel of a layer alone, launched for all layers in turn: µs a launch, with no other kernel between."""
+    buffers = Buffers(weights, batch, tiles)
+    layer_kernels, head = (one_layer, head_one) if batch == 1 else (many_layer, head_many)
+    depth = weights.sizes[0]
+    taken = {}
+    for part in ("norm", "gate", "context", "output"):
+        if batch > 1 or part != "norm":
+            graph = captured(lambda p=part: [layer_kernels(weights, buffers, tiles, i, p) for i in range(depth)])
+            taken[part] = median_us(graph.replay, inner=depth)
+    taken["head"] = median_us(captured(lambda: head(weights, buffers, tiles)).replay)
+    return taken
 
 
 def rounded(model: gss.LanguageModel) -> gss.LanguageModel:
@@ -152,23 +194,22 @@ def check(model: gss.LanguageModel, batch: int, steps: int) -> dict[str, Any]:
     }
 
 
-def sweep(weights: Weights, batch: int, tiles: Tiles, variants: dict[str, list[Tile]], until: float) -> tuple:
-    """Try other tiles for one kernel after another, each on the whole step; keep what is faster."""
+def sweep(weights: Weights, batch: int, tiles: Tiles, variants: list[dict[str, Any]], until: float) -> tuple:
+    """Try one change of the tiles after another, each on the whole step; keep what is faster."""
     best = step_us(weights, batch, tiles)
-    rows = [{"batch": batch, "kernel": "defaults", "us": best}]
-    for name, options in variants.items():
-        for tile in options:
-            if time.perf_counter() - STARTED > until:
-                return tiles, rows
-            candidate = tiles.with_(**{name: tile})
-            try:
-                taken = step_us(weights, batch, candidate)
-            except Exception as problem:  # a tile that does not fit is an answer too
-                rows.append({"batch": batch, "kernel": name, "tile": asdict(tile), "error": str(problem)[:200]})
-                continue
-            rows.append({"batch": batch, "kernel": name, "tile": asdict(tile), "us": taken})
-            if taken < best:
-                best, tiles = taken, candidate
+    rows: list[dict[str, Any]] = [{"batch": batch, "change": "none", "us": best}]
+    for changes in variants:
+        if time.perf_counter() - STARTED > until:
+            break
+        candidate, row = tiles.with_(**changes), {"batch": batch, "change": str(changes)}
+        rows.append(row)
+        try:
+            row["us"] = step_us(weights, batch, candidate)
+        except Exception as problem:  # a tile that does not fit is an answer too
+            row["error"] = str(problem)[:200]
+            continue
+        if row["us"] < best:
+            best, tiles = row["us"], candidate
     return tiles, rows
 
 
@@ -186,7 +227,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__},
-        "checks": [check(model, batch, steps) for batch, steps in ((1, 140), (3, 70), (64, 66))],
+        "checks": [check(model, batch, steps) for batch, steps in ((1, 66), (3, 8), (64, 66))],
     }
     for row in results["checks"]:
         print(json.dumps(row), flush=True)
@@ -194,37 +235,47 @@ def main() -> None:
         assert row["error_with_the_same_rounded_weights"] < limit, "the kernels are wrong: nothing is timed"
     print(f"checked after {time.perf_counter() - STARTED:.0f} s", flush=True)
 
-    weights, tiles = prepare(model, 64), Tiles()
-    rows = []
-    for batch in (1, 8, 64):
-        for overlap in (True, False):
-            taken = step_us(weights, batch, tiles.with_(overlap=overlap))
-            rows.append({"batch": batch, "kernel": f"step, overlap {overlap}", "us": taken})
-            print(rows[-1], flush=True)
-    folds = []
-    for precision, tile in FOLDS:
-        for batch in (64, 1):
-            if time.perf_counter() - STARTED > arguments.seconds - 45:
-                break
-            candidate = replace(tiles, fold=tile, fold_precision=precision)
-            buffers = Buffers(weights, batch, candidate)
-            taken = median_us(lambda b=buffers, t=candidate: launch_fold(weights, b, t), repeats=5)
-            folds.append({"batch": batch, "precision": precision, "tile": asdict(tile), "us": taken})
-            print(f"fold, batch {batch}, {precision} {tile}: {taken:.0f} µs, {taken / 64:.1f} a token", flush=True)
-            del buffers
-    results["folds"] = folds
-    if not arguments.skip_sweep:
-        for batch, variants, until in ((1, VARIANTS_ONE, 25), (64, VARIANTS_MANY, 8)):
-            tiles, tried = sweep(weights, batch, tiles, variants, arguments.seconds - until)
-            rows += tried
-            for row in tried:
-                print(row, flush=True)
-    results["steps"], results["tiles"] = rows, asdict(tiles)
-    print("fastest tiles:", tiles)
+    weights = prepare(model, 64)
+    results |= {"folds": [], "steps": [], "tiles": {}, "parts": {}}
+    chosen = {}
+    for number, (batch, variants) in enumerate(VARIANTS):
+        until = 0.0 if arguments.skip_sweep else arguments.seconds - 12 - 8 * (len(VARIANTS) - number)
+        chosen[batch], tried = sweep(weights, batch, Tiles(), variants, until)
+        results["steps"] += tried
+        results["tiles"][batch] = asdict(chosen[batch])
+        for row in tried:
+            print(row, flush=True)
+        results["parts"][batch] = {
+            name: parts_us(weights, batch, tiles)
+            for name, tiles in (
+                ("overlap", chosen[batch]),
+                ("one after another", replace(chosen[batch], overlap=False)),
+            )
+        }
+        print(f"batch {batch}, µs a kernel:", results["parts"][batch], flush=True)
+    for batch, precision, tile in FOLDS:
+        if arguments.skip_sweep or time.perf_counter() - STARTED > arguments.seconds - 12:
+            break
+        candidate = Tiles(fold=tile, fold_precision=precision)
+        buffers = Buffers(weights, batch, candidate)
+        row = {"batch": batch, "precision": precision, "tile": asdict(tile)}
+        results["folds"].append(row)
+        try:
+            row["us"] = median_us(lambda b=buffers, t=candidate: launch_fold(weights, b, t), repeats=5)
+            print(
+                f"fold, batch {batch}, {precision} {tile}: {row['us']:.0f} µs, {row['us'] / 64:.1f} a token", flush=True
+            )
+            if row["us"] <= min(r["us"] for r in results["folds"] if r["batch"] == batch and "us" in r):
+                chosen[batch] = replace(chosen[batch], fold=tile, fold_precision=precision)
+        except Exception as problem:
+            row["error"] = str(problem)[:200]
+            print(row, flush=True)
+        del buffers
+    print("fastest tiles:", chosen)
 
     results["decoding"] = []
     for batch in (1, 8, 64):
-        decoder = GraphDecoder(model, model.initial_state(batch), tiles=tiles, weights=weights)
+        decoder = GraphDecoder(model, model.initial_state(batch), tiles=chosen[batch], weights=weights)
         tokens = torch.randint(0, model.config.vocab_size, (batch,), device="cuda")
         greedy = median_us(lambda d=decoder, t=tokens: d.greedy(t, 512), repeats=3, inner=512)
         single = median_us(lambda d=decoder, t=tokens: d.step(t), repeats=128)

@@ -32,6 +32,23 @@ def ready(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def prefetch(weight_at, row, rows, start, K: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr):
+    """Ask for LENGTH columns from `start` of these rows of a bfloat16 matrix [rows, K] to come to the second cache."""
+    if OVERLAP:
+        LINES: tl.constexpr = triton.next_power_of_2((LENGTH + 63) // 64)  # of 128 bytes
+        line = tl.minimum(start + tl.arange(0, LINES) * 64, K - 1)
+        places = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + line[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(weight_at + places).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """The config's activation of float32 values."""
     if ACTIVATION == "gelu":

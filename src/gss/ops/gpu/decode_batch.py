@@ -14,7 +14,7 @@ leaves. Activations between kernels are bfloat16; sums, norms, the residual stre
 import triton
 import triton.language as tl
 
-from gss.ops.gpu.decode import activated, earlier_outputs, normed, ready
+from gss.ops.gpu.decode import activated, earlier_outputs, normed, prefetch, ready
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -37,23 +37,30 @@ def normed_rows(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: t
 
 @triton.jit
 def add_and_norm(
-    x_at, partial_at, bias_at, scale_at, shift_at, normed_at, epsilon, factor,
-    B, E: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    x_at, partial_at, bias_at, scale_at, shift_at, normed_at, inputs_at, taps_at, echo_at, base_at, read_at,
+    epsilon, factor, B, E: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr,
+    E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x [B, E] += the partial sums [SPLITS, B, E] of the layer before and its bias; factor·norm(x). A program a row."""
+    """x [B, E] += the partial sums [SPLITS, B, E] of the layer before and its bias; factor·norm(x). A program a row;
+    those beyond the rows do the next layer's `earlier_outputs`, which needs none of it."""
     row = tl.program_id(0)
     k = tl.arange(0, E_PAD)
-    scale = tl.load(scale_at + k, mask=k < E, other=0.0)
-    shift = tl.load(shift_at + k, mask=k < E, other=0.0)
-    ready(OVERLAP)
-    x = tl.load(x_at + row * E + k, mask=k < E, other=0.0)
-    if SPLITS > 0:
-        x += tl.load(bias_at + k, mask=k < E, other=0.0)
-        for split in tl.static_range(SPLITS):
-            x += tl.load(partial_at + (split * B + row) * E + k, mask=k < E, other=0.0)
-        tl.store(x_at + row * E + k, x, mask=k < E)
-    x = normed(x, k < E, scale, shift, epsilon, E, CENTRED) * factor
-    tl.store(normed_at + row * E + k, x.to(normed_at.dtype.element_ty), mask=k < E)
+    if row < B:
+        scale = tl.load(scale_at + k, mask=k < E, other=0.0)
+        shift = tl.load(shift_at + k, mask=k < E, other=0.0)
+        ready(OVERLAP)
+        x = tl.load(x_at + row * E + k, mask=k < E, other=0.0)
+        if SPLITS > 0:
+            x += tl.load(bias_at + k, mask=k < E, other=0.0)
+            for split in tl.static_range(SPLITS):
+                x += tl.load(partial_at + (split * B + row) * E + k, mask=k < E, other=0.0)
+            tl.store(x_at + row * E + k, x, mask=k < E)
+        x = normed(x, k < E, scale, shift, epsilon, E, CENTRED) * factor
+        tl.store(normed_at + row * E + k, x.to(normed_at.dtype.element_ty), mask=k < E)
+    else:
+        ready(OVERLAP)
+        read = tl.load(read_at)
+        earlier_outputs(row - B, inputs_at, taps_at, echo_at, base_at, read, B * H, H, W_PAD, CHANNELS)
 
 
 @triton.jit
@@ -80,29 +87,22 @@ def product(
 
 @triton.jit
 def gate_inner_many(
-    normed_at, weight_at, bias_at, gate_at, inner_at, inputs_at, taps_at, echo_at, base_at, read_at,
-    B, E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr, W_PAD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
+    normed_at, weight_at, bias_at, gate_at, inner_at,
+    B, E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`decode.gate_inner_one` of normed rows [B, E]: gates [B, F] and inner [B, H]; the batch is the grid's axis 1."""
-    tile = tl.program_id(0)
-    tiles: tl.constexpr = (F + H + ROWS - 1) // ROWS
-    if tile < tiles:
-        row = tile * ROWS + tl.arange(0, ROWS)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
-        ready(OVERLAP)
-        total = product(weight_at, normed_at, row, column, F + H, B, 0, E, E, ROWS, COLUMNS, DEPTH)
-        y = activated(total + bias[:, None], ACTIVATION)
-        gated = (row[:, None] < F) & (column[None, :] < B)
-        tl.store(gate_at + column[None, :] * F + row[:, None], y.to(gate_at.dtype.element_ty), mask=gated)
-        mixed = (row[:, None] >= F) & (row[:, None] < F + H) & (column[None, :] < B)
-        tl.store(inner_at + column[None, :] * H + (row[:, None] - F), y, mask=mixed)
-    else:
-        ready(OVERLAP)
-        if tl.program_id(1) == 0:
-            read = tl.load(read_at)
-            earlier_outputs(tile - tiles, inputs_at, taps_at, echo_at, base_at, read, B * H, H, W_PAD, CHANNELS)
+    """φ(W₂ x + b₂) [B, F] and φ(W₁ x + b₁) [B, H] of normed rows [B, E]; the batch is the grid's axis 1."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
+    prefetch(weight_at, row, F + H, 0, E, E, AHEAD)
+    ready(OVERLAP)
+    total = product(weight_at, normed_at, row, column, F + H, B, 0, E, E, ROWS, COLUMNS, DEPTH)
+    y = activated(total + bias[:, None], ACTIVATION)
+    gated = (row[:, None] < F) & (column[None, :] < B)
+    tl.store(gate_at + column[None, :] * F + row[:, None], y.to(gate_at.dtype.element_ty), mask=gated)
+    mixed = (row[:, None] >= F) & (row[:, None] < F + H) & (column[None, :] < B)
+    tl.store(inner_at + column[None, :] * H + (row[:, None] - F), y, mask=mixed)
 
 
 @triton.jit
@@ -142,12 +142,13 @@ def context_many(
 def output_many(
     gated_at, weight_at, partial_at,
     B, E: tl.constexpr, F: tl.constexpr, SLICE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Partial sums [splits, B, E] of the output product, each over SLICE of the gate's width: the grid's axis 1."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    prefetch(weight_at, row, E, split * SLICE, F, SLICE, AHEAD)
     ready(OVERLAP)
     total = product(weight_at, gated_at, row, column, E, B, split * SLICE, F, SLICE, ROWS, COLUMNS, DEPTH)
     places = (split * B + column[None, :]) * E + row[:, None]
@@ -157,12 +158,14 @@ def output_many(
 @triton.jit
 def head_many(
     normed_at, weight_at, logits_at, best_at, best_token_at,
-    B, V, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+    B, V, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """`decode.head_one` of rows normed and scaled already: logits [B, V], the tiles' best [B, tiles]."""
     tile = tl.program_id(0)
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    prefetch(weight_at, row, V, 0, E, E, AHEAD)
     ready(OVERLAP)
     logits = product(weight_at, normed_at, row, column, V, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     places = column.to(tl.int64)[None, :] * V + row[:, None]

@@ -26,20 +26,24 @@ class Tile:
     """Warps a program."""
     stages: int = 3
     """Loads in flight in the loop over columns."""
+    columns: int = 64
+    """Most sequences a program, in the kernels for several: 16, 32 or 64."""
+    registers: int | None = None
+    """Most registers a thread; None leaves it to the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
     """The tiles of every kernel; the defaults are the fastest found for the 192M preset on an H200."""
 
-    gate_one: Tile = Tile(rows=16)
+    gate_one: Tile = Tile(rows=8, warps=2)
     context_one: Tile = Tile(rows=16)
     output_one: Tile = Tile(rows=4, depth=4096)
     head_one: Tile = Tile(rows=16)
-    gate_many: Tile = Tile(rows=32, depth=128)
+    gate_many: Tile = Tile(rows=64, depth=128, stages=4)
     context_many: Tile = Tile(rows=64, warps=8)
-    output_many: Tile = Tile(rows=64, depth=128)
-    head_many: Tile = Tile(rows=64, depth=128)
+    output_many: Tile = Tile(rows=64, depth=128, stages=5)
+    head_many: Tile = Tile(rows=128, depth=64, stages=4)
     fold: Tile = Tile(rows=64, depth=16, stages=2)
     splits: int = 8
     """Parts of the gate's width that a batch's output product is cut into."""
@@ -47,6 +51,8 @@ class Tiles:
     """Rows of the state space a program of `earlier_outputs`."""
     fold_precision: str = "tf32x3"
     """Of the fold's products: tf32x3 has float32's accuracy, nearly."""
+    ahead: bool = True
+    """Whether a batch's kernels ask for their weights to come to the cache before they wait; with `overlap` only."""
     overlap: bool = True
     """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
 
@@ -171,23 +177,21 @@ def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
 
 def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
     """The kernels of a layer for several sequences (`only` one of them, to time it)."""
-    _, _, E, F, H, _, W = weights.sizes
+    _, _, E, F, H, _, _ = weights.sizes
     batch = buffers.batch
-    columns = _columns(batch)
     if only in ("", "norm"):
-        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer - 1, 1.0)
+        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer, 1.0)
     if only in ("", "gate"):
         tile = tiles.gate_many
-        grid = triton.cdiv(F + H, tile.rows) + triton.cdiv(batch * H, tiles.channels)
-        decode_batch.gate_inner_many[(grid, triton.cdiv(batch, columns))](
+        columns = _columns(tile, batch)
+        decode_batch.gate_inner_many[(triton.cdiv(F + H, tile.rows), triton.cdiv(batch, columns))](
             buffers.normed, *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
-            buffers.inputs[layer], weights.taps[layer], buffers.echo[layer], buffers.base, buffers.read,
-            batch, E, F, H, weights.activation, W_PAD=_pad(W), ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-            CHANNELS=tiles.channels, **_launch(tiles, tile),
+            batch, E, F, H, weights.activation, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+            AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_many
-        across = max(16, min(columns, 2**14 // _pad(H)))
+        across = max(16, min(_columns(tile, batch), 2**14 // _pad(H)))
         decode_batch.context_many[(triton.cdiv(F, tile.rows), triton.cdiv(batch, across))](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
             buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
@@ -195,32 +199,40 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         )  # fmt: skip
     if only in ("", "output"):
         tile = tiles.output_many
+        columns = _columns(tile, batch)
         part = triton.cdiv(triton.cdiv(F, tiles.splits), tile.depth) * tile.depth
         decode_batch.output_many[(triton.cdiv(E, tile.rows), tiles.splits, triton.cdiv(batch, columns))](
             buffers.gated, weights.output[0][layer], buffers.partial,
-            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+            AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
         )  # fmt: skip
 
 
 def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     """Norm and head for several sequences."""
     D, V, E, *_ = weights.sizes
-    tile, columns = tiles.head_many, _columns(buffers.batch)
-    _add_and_norm(weights, buffers, tiles, weights.final_norm, D - 1, E**-0.5)
+    tile = tiles.head_many
+    columns = _columns(tile, buffers.batch)
+    _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5)
     decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
         buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
-        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+        AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
     )  # fmt: skip
 
 
 def _add_and_norm(
-    weights: Weights, buffers: Buffers, tiles: Tiles, norm: tuple[Tensor, Tensor], before: int, factor: float
+    weights: Weights, buffers: Buffers, tiles: Tiles, norm: tuple[Tensor, Tensor], layer: int, factor: float
 ) -> None:
-    """Finish the layer `before` (−1: there is none) and norm for what comes next."""
-    E = weights.sizes[2]
-    decode_batch.add_and_norm[(buffers.batch,)](
-        buffers.x, buffers.partial, weights.output[1][max(before, 0)], *norm, buffers.normed, weights.epsilon, factor,
-        buffers.batch, E, weights.centred, SPLITS=tiles.splits if before >= 0 else 0, E_PAD=_pad(E), **_launch(tiles),
+    """Finish the layer before and norm for the next, if there is one."""
+    D, _, E, _, H, _, W = weights.sizes
+    here = min(layer, D - 1)
+    grid = buffers.batch + (triton.cdiv(buffers.batch * H, tiles.channels) if layer < D else 0)
+    decode_batch.add_and_norm[(grid,)](
+        buffers.x, buffers.partial, weights.output[1][max(layer - 1, 0)], *norm, buffers.normed,
+        buffers.inputs[here], weights.taps[here], buffers.echo[here], buffers.base, buffers.read,
+        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=tiles.splits if layer else 0,
+        E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles),
     )  # fmt: skip
 
 
@@ -248,12 +260,14 @@ def _rows(tile: Tile, width: int) -> int:
     return max(1, min(tile.rows, 2**15 // _pad(width)))
 
 
-def _columns(batch: int) -> int:
-    return max(16, min(64, _pad(batch)))
+def _columns(tile: Tile, batch: int) -> int:
+    return max(16, min(tile.columns, _pad(batch)))
 
 
 def _launch(tiles: Tiles, tile: Tile | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {"OVERLAP": tiles.overlap, "num_warps": tile.warps if tile else 4}
     if tile:
         options["num_stages"] = tile.stages
+    if tile and tile.registers:
+        options["maxnreg"] = tile.registers
     return options | ({"launch_pdl": True} if tiles.overlap else {})
