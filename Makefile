@@ -1,13 +1,14 @@
 # make run   set everything up and do the main job
 # make test  set everything up and run the tests
 # make check lint and types      make soak  the long tests      make lock  refresh requirements.lock
+# make browser  Debian's Chromium, which the playground's tests drive (they are skipped without it)
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test check soak lock clean
+.PHONY: run test check soak lock clean browser
 
 run: $(READY)
 	$(BIN)/gss quickstart
@@ -28,6 +29,10 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $(READY)
+
+# As root on Debian or Ubuntu; does nothing where there is a Chromium already.
+browser:
+	command -v chromium || { apt-get update -q && apt-get install -qy --no-install-recommends chromium fonts-dejavu-core; }
 
 # The newest versions that pyproject.toml allows, torch held at its pin; local build tags are dropped.
 lock:
