@@ -7,6 +7,7 @@ reduced precision, a model of GSS layers runs as one CUDA graph.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,16 @@ from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.nn.stepping import join_rows, keep_rows
 from gss.ops import fast
+from gss.ops.few_rows import MOST_ROWS, FewRows
 
 if TYPE_CHECKING:
     from gss.graph_decode import GraphDecoder
 
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
+
+# Parameters from which a step is bound by reading them, so that `FewRows` pays for itself.
+_MANY_PARAMETERS = 1 << 22
 
 
 class Decoder:
@@ -42,15 +47,19 @@ class Decoder:
         self._position = state.position
         layers = zip(model.sequence_layers(), state.layers, strict=True)
         self._steppers = [layer.stepper(held, block) for layer, held in layers]
+        on_cpu = model.embedding.weight.device.type == "cpu"
+        self._memory_bound = on_cpu and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after the next token of each row, [B]."""
-        x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
-        for stepper in self._steppers:
-            x = stepper.step(x)
-        self._position = self._position + 1
-        return self._model.logits(self._model.norm(x[:, 0]))
+        few = self._memory_bound and len(tokens) <= MOST_ROWS and not torch.is_autocast_enabled("cpu")
+        with FewRows() if few else nullcontext():
+            x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
+            for stepper in self._steppers:
+                x = stepper.step(x)
+            self._position = self._position + 1
+            return self._model.logits(self._model.norm(x[:, 0]))
 
     @torch.no_grad()
     def state(self) -> ModelState:
