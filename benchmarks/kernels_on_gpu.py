@@ -39,32 +39,41 @@ def convolution(batch: int, length: int) -> None:
     u = torch.randn(batch, H, length, device="cuda").bfloat16()
     g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
     size = fft.row_length(length)
+    chosen = fft.CONVOLVE, fft.CORRELATE
     taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
-    planes = fft.spectrum(taps)
+    spectrum = fft.spectrum(taps)
     count = length // size
 
-    def reference(x, spectrum):
+    def reference(x, kernel):
         bins = torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size)
-        return torch.fft.irfft(bins * spectrum[:, None], n=2 * size)[..., :size].reshape(x.shape)
+        return torch.fft.irfft(bins * kernel[:, None], n=2 * size)[..., :size].reshape(x.shape)
 
     exact = torch.fft.rfft(taps.double(), n=2 * size)
-    row(f"convolve {batch}x{length}: error", error(fft.convolve(u, planes), reference(u, exact)), "relative")
-    adjoint = fft.convolve(g, planes, transpose=True)
+    row(f"convolve {batch}x{length}: error", error(fft.convolve(u, *spectrum), reference(u, exact)), "relative")
+    adjoint = fft.convolve(g, *spectrum, transpose=True)
     row(f"convolve {batch}x{length}: adjoint's error", error(adjoint, reference(g, exact.conj())), "relative")
     bins = [torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size) for x in (u, g)]
     expected = torch.fft.irfft((bins[0].conj() * bins[1]).sum((0, 2)), n=2 * size)[..., :size]
     found = fft.taps_of_spectrum(fft.correlation(u, g, size))
     row(f"convolve {batch}x{length}: taps' gradient's error", error(found, expected), "relative")
-    for warps in (4, 8, 16):
-        fft.WARPS = warps
+    for options in (
+        {"SLICE": 16, "num_stages": 1},
+        {"SLICE": 16, "num_stages": 2},
+        {"SLICE": 32, "num_stages": 1},
+        {"SLICE": 32, "num_stages": 2},
+        {"SLICE": 32, "num_stages": 2, "maxnreg": 128},
+        {"SLICE": 16, "num_stages": 2, "maxnreg": 128},
+        {"SLICE": 64, "num_stages": 1},
+    ):
+        fft.CONVOLVE = fft.CORRELATE = options
         try:
-            row(f"convolve {batch}x{length}: {warps} warps", milliseconds(lambda: fft.convolve(u, planes)))
-            row(f"correlate {batch}x{length}: {warps} warps", milliseconds(lambda: fft.correlation(u, g, size)))
+            row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
+            row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
         except Exception as problem:  # a shape that does not fit is one result among others
-            print(warps, repr(problem)[:200])
-    fft.WARPS = 8
+            print(options, repr(problem)[:200])
+    fft.CONVOLVE, fft.CORRELATE = chosen
     row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
-    row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(planes)))
+    row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(spectrum[0])))
 
 
 def modes(length: int) -> None:
@@ -80,6 +89,10 @@ def modes(length: int) -> None:
     row(f"evaluate {length}: error", error(powers.evaluate(weights, log_a, length), expected), "relative")
     difference = powers.project(values, log_a) - expected_modes
     row(f"project {length}: error", (difference.abs().norm() / expected_modes.abs().norm()).item(), "relative")
+    half = powers.evaluate_half(weights, log_a, length)
+    row(f"evaluate in halves {length}: error", error(half, expected), "relative")
+    row(f"evaluate in halves {length}", milliseconds(lambda: powers.evaluate_half(weights, log_a, length)))
+    row(f"project in halves {length}", milliseconds(lambda: powers.project_half(values, log_a)))
     row(f"evaluate {length}", milliseconds(lambda: powers.evaluate(weights, log_a, length)))
     row(f"project {length}", milliseconds(lambda: powers.project(values, log_a)))
     row(f"table {length}", milliseconds(lambda: powers.table(log_a, length)))
@@ -106,32 +119,42 @@ def gates(tokens: int) -> None:
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
     g, y, w3, w4 = draw(tokens, F), draw(tokens, H), draw(F, H, scale=H**-0.5), draw(E, F, scale=F**-0.5)
+    b2, b3 = draw(F), draw(F)
     grad = draw(tokens, E)
     few = slice(0, 512)
-    inputs = [t.double().requires_grad_() for t in (g[few], y[few], w3, w4)]
-    expected = (torch.nn.functional.gelu(inputs[0]) * (inputs[1] @ inputs[2].T)) @ inputs[3].T
+    given = (g[few], b2, y[few], w3, b3, w4)
+    inputs = [t.double().requires_grad_() for t in given]
+    value = torch.nn.functional.gelu(inputs[0] + inputs[1])
+    expected = (value * (inputs[2] @ inputs[3].T + inputs[4])) @ inputs[5].T
     expected.backward(grad[few].double())
-    found = [t.clone().requires_grad_() for t in (g[few], y[few], w3, w4)]
-    out = gate.gated_output(found[0], found[1], found[2], None, found[3], "gelu")
+    found = [t.clone().requires_grad_() for t in given]
+    out = gate.gated_output(*found, "gelu")
     out.backward(grad[few])
     row("gate: error", error(out, expected), "relative")
-    for name, a, b in zip(("gate", "y", "context", "output"), found, inputs, strict=True):
+    for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
     d = draw(tokens, F)
-    for tile in (
-        {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 2},
-        {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        {"BM": 64, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
+    chosen = gate.FORWARD_TILE, gate.BACKWARD_TILE
+    for bm, bn, warps, stages in (
+        (128, 64, 8, 1),
+        (128, 64, 8, 2),
+        (128, 32, 8, 1),
+        (128, 32, 8, 2),
+        (128, 32, 8, 3),
+        (64, 32, 4, 1),
+        (64, 32, 4, 2),
+        (64, 64, 4, 2),
     ):
-        gate._TILE = tile
-        try:
-            row(f"gate forward {tile}", milliseconds(lambda: gate.gate_product(g, y, w3, None, "gelu")))
-            row(f"gate backward {tile}", milliseconds(lambda: gate.gate_gradients(d, g, y, w3, None, "gelu")))
-        except Exception as problem:
-            print(tile, repr(problem)[:200])
+        for count in (8, 32) if bn == 32 else (16,):
+            tile = {"BM": bm, "BN": bn, "TILES": count, "num_warps": warps, "num_stages": stages}
+            gate.FORWARD_TILE = gate.BACKWARD_TILE = tile
+            name = " ".join(map(str, tile.values()))
+            try:
+                row(f"gate forward {name}", milliseconds(lambda: gate.gate_product(g, b2, y, w3, b3, "gelu")))
+                row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients(d, g, b2, y, w3, b3, "gelu")))
+            except Exception as problem:
+                print(tile, repr(problem)[:200])
+    gate.FORWARD_TILE, gate.BACKWARD_TILE = chosen
     p = draw(tokens, F)
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))

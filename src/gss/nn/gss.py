@@ -31,7 +31,6 @@ class GSSLayer(StateSpaceLayer):
     def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
         (mix,) = mixes
         normed = self.norm(x)
-        gate = self.gate(normed)  # [B, L, F]
         u = self.inner_norm(ACTIVATIONS[self.activation](self.inner(normed)))  # [B, L, H]
-        context, output = ((layer.weight, layer.bias) for layer in (self.context, self.output))
-        return gated_output(gate, mix(u), context, output, self.activation) + x
+        gate, context, output = ((layer.weight, layer.bias) for layer in (self.gate, self.context, self.output))
+        return gated_output(normed, mix(u), gate, context, output, self.activation) + x

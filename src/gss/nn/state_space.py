@@ -49,8 +49,8 @@ class DiagonalStateSpace(nn.Module):
     def discretized(self) -> tuple[Tensor, Tensor]:
         """(C·B̄ [H, N] in the compute precision, log Ā [G, N] complex128): all that the arithmetic needs."""
         log_a, drive = discretize(self.eigenvalues(), self.log_step, self.config.discretization)
-        readout = torch.view_as_complex(self.readout.to(drive.real.dtype)) * drive
-        return readout.to(state_dtype(self.readout.dtype).to_complex()), log_a
+        kind = state_dtype(self.readout.dtype)
+        return torch.view_as_complex(self.readout.to(kind)) * drive.to(kind.to_complex()), log_a
 
     def mixing_flops(self, length: int) -> float:
         """Two real FFTs of size 2L and the product between, a token; what the batch shares is left out."""

@@ -1,4 +1,4 @@
-"""The output side of a GSS layer: (φ(g) ∗ (yW₃ᵀ + b₃))·W₄ᵀ + b₄."""
+"""The gate of a GSS layer: (φ(xW₂ᵀ + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ + b₄."""
 
 from collections.abc import Callable
 
@@ -24,23 +24,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """φ by the names that configs use."""
 
 
-def gated_output(
-    gate: Tensor,
-    y: Tensor,
-    context: tuple[Tensor, Tensor | None],
-    output: tuple[Tensor, Tensor | None],
-    activation: str,
-) -> Tensor:
-    """For gate [B, L, F], y [B, L, H], and weights with their biases [F, H], [F] and [E, F], [E]: [B, L, E]."""
-    (context_weight, context_bias), (output_weight, output_bias) = context, output
-    tokens = gate.shape[0] * gate.shape[1]
-    if tokens >= _LEAST_TOKENS and fast.half(gate) == gate.dtype:
-        from gss.ops.gpu.gate import gated_output as on_gpu
+Dense = tuple[Tensor, Tensor | None]
+"""A weight and its bias."""
 
-        flat_gate, flat_y = gate.flatten(0, 1), y.flatten(0, 1)
-        operands = (flat_y, context_weight, context_bias, output_weight)
-        halves = (None if t is None else t.to(gate.dtype) for t in operands)
-        out = on_gpu(flat_gate, *halves, activation).unflatten(0, gate.shape[:2])
-        return out if output_bias is None else out + output_bias.to(gate.dtype)
-    product = F.linear(y.to(gate.dtype), context_weight, context_bias) * ACTIVATIONS[activation](gate)
-    return F.linear(product, output_weight, output_bias)
+
+def gated_output(x: Tensor, y: Tensor, gate: Dense, context: Dense, output: Dense, activation: str) -> Tensor:
+    """For x [B, L, E], y [B, L, H], and weights W₂ [F, E], W₃ [F, H], W₄ [E, F] with biases b₂, b₃, b₄: [B, L, E]."""
+    half = fast.half(x) if x.shape[0] * x.shape[1] >= _LEAST_TOKENS else None
+    if half is None:
+        v = ACTIVATIONS[activation](F.linear(x, *gate))
+        return F.linear(F.linear(y.to(v.dtype), *context) * v, *output)
+    from gss.ops.gpu.gate import gated_output as on_gpu
+
+    (gate_weight, gate_bias), (context_weight, context_bias), (output_weight, output_bias) = gate, context, output
+    before = F.linear(x.to(half), gate_weight.to(half)).flatten(0, 1)
+    operands = (gate_bias, y.flatten(0, 1), context_weight, context_bias, output_weight)
+    out = on_gpu(before, *(None if t is None else t.to(half) for t in operands), activation)
+    out = out.unflatten(0, x.shape[:2])
+    return out if output_bias is None else out + output_bias.to(half)

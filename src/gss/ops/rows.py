@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gss.ops.gpu import fft
+from gss.ops.gpu.transpose import contiguous
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 
@@ -22,7 +23,7 @@ def mix(
     """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N]; and the state after it."""
     batch, _, length = signal.shape
     row = fft.row_length(length)
-    taps = kernel(readout, log_a, row)
+    taps = kernel(readout, log_a, row, half=True)
     taps = torch.cat([taps[:, :1] + skip.unsqueeze(-1).to(taps.dtype), taps[:, 1:]], dim=-1)
     y = _ConvolveRows.apply(signal, taps)
     if length <= row:
@@ -61,17 +62,17 @@ class _ConvolveRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, taps: Tensor) -> Tensor:
-        planes = fft.spectrum(taps)
-        ctx.save_for_backward(signal, taps)
-        return fft.convolve(signal, planes)
+        planes, largest = fft.spectrum(taps)
+        ctx.save_for_backward(signal, planes, largest)
+        return fft.convolve(signal, planes, largest)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        signal, taps = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_signal = fft.convolve(grad, fft.spectrum(taps), transpose=True) if ctx.needs_input_grad[0] else None
+        signal, planes, largest = ctx.saved_tensors
+        grad = contiguous(grad)
+        grad_signal = fft.convolve(grad, planes, largest, transpose=True) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_signal, None
-        row = taps.shape[1]
+        row = planes[0, 0].numel() // 2
         return grad_signal, fft.taps_of_spectrum(fft.correlation(signal, grad, row))

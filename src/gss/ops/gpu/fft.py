@@ -3,12 +3,13 @@
 An FFT library writes and reads the signal's spectrum in float32 several times over. Here one program takes a whole
 row, transforms it, multiplies, transforms it back and writes it once. The transforms are matrix products on tensor
 cores: a DFT of size N = N₁·N₂, its points laid out as an N₁×N₂ matrix, is a product with the DFT matrix of size N₁
-from the left, a twiddle factor a point, and a product with the one of size N₂ from the right. Both halves of the
-work are 64 to 128 wide, so a row of 4,096 (zero-padded to 8,192) costs 10 million operations each way.
+from the left, a twiddle factor a point, and a product with the one of size N₂ from the right. The second product is
+taken a few columns at a time, and each slice of the spectrum goes through the kernel's bins and into the sums of
+the inverse at once, as attention does with its keys and values: the whole spectrum never exists.
 
 Two rows of a channel are transformed as the real and the imaginary part of one complex row; the kernel is real, so
-they come out apart again. Operands of the products are float16 scaled by the row's own maximum, sums are float32:
-the error is that of float16, an eighth of bfloat16's.
+they come out apart again. Operands of the products are float16 scaled by the row's own maximum (and the kernel's
+bins by theirs), sums are float32: the error is that of float16, an eighth of bfloat16's.
 """
 
 import functools
@@ -22,9 +23,9 @@ from torch import Tensor
 LONGEST = 4096
 """Longest row that one program holds."""
 
-WARPS = 8
+CONVOLVE = {"SLICE": 32, "num_stages": 2}
+CORRELATE = {"SLICE": 16, "num_stages": 1}
 
-_N1 = 64
 _SHORTEST = 512
 
 
@@ -33,33 +34,49 @@ def row_length(length: int) -> int:
     return min(LONGEST, max(_SHORTEST, triton.next_power_of_2(length)))
 
 
-def spectrum(taps: Tensor) -> Tensor:
-    """The transform of kernels [H, T], padded to 2T, as the convolution reads it: [H, 2, N₁, N₂] float32."""
+def _shape(row: int) -> tuple[int, int]:
+    """(N₁, N₂) for rows of that many samples, padded to twice as many."""
+    return (128, row // 64) if row >= 4096 else (64, row // 32)
+
+
+def spectrum(taps: Tensor) -> tuple[Tensor, Tensor]:
+    """The transform of kernels [H, T] padded to 2T, as the convolution reads it.
+
+    Bins [H, 2, N₁, N₂] float32, bin k₁ + N₁·k₂ at [k₁, k₂], divided by each channel's largest; and the largest [H].
+    """
     channels, row = taps.shape
-    bins = torch.fft.fft(taps, n=2 * row).view(channels, -1, _N1)  # bin k₁ + N₁·k₂ at [k₂, k₁]
-    return torch.view_as_real(bins).permute(0, 3, 2, 1).contiguous()
+    bins = torch.fft.rfft(taps, n=2 * row)
+    largest = torch.view_as_real(bins).abs().amax((1, 2)).clamp(min=1e-30)
+    n1, n2 = _shape(row)
+    planes = torch.empty(channels, 2, n1, n2, device=taps.device)
+    _pack_kernel[(channels, n1)](torch.view_as_real(bins), largest, planes, row + 1, N1=n1, N2=n2, num_warps=1)
+    return planes, largest
 
 
 def taps_of_spectrum(planes: Tensor) -> Tensor:
-    """The first half of the real signal with these bins [H, 2, N₁, N₂], the inverse of `spectrum`: [H, T]."""
-    bins = torch.view_as_complex(planes.permute(0, 3, 2, 1).contiguous()).flatten(1)
-    return torch.fft.ifft(bins).real[:, : bins.shape[1] // 2].contiguous()
+    """The first half of the real part of the signal with these bins [H, 2, N₁, N₂]: [H, T]."""
+    channels, _, n1, n2 = planes.shape
+    row = n1 * n2 // 2
+    bins = torch.empty(channels, row + 1, 2, device=planes.device)
+    block = 512
+    _unpack_kernel[(channels, triton.cdiv(row + 1, block))](planes, bins, row + 1, N1=n1, N2=n2, BLOCK=block)
+    return torch.fft.irfft(torch.view_as_complex(bins), n=2 * row)[:, :row].contiguous()
 
 
-def convolve(signal: Tensor, planes: Tensor, *, transpose: bool = False) -> Tensor:
-    """Each row of T taps of a signal [B, H, L] convolved causally with its channel's kernel, from zero at its start.
+def convolve(signal: Tensor, planes: Tensor, largest: Tensor, *, transpose: bool = False) -> Tensor:
+    """Each row of T samples of a signal [B, H, L] convolved causally with its channel's kernel, from zero at its start.
 
-    `planes` is the kernels' `spectrum`. With `transpose`, correlated instead: the adjoint, which is the gradient.
+    `planes` and `largest` are the kernels' `spectrum`. With `transpose`, correlated instead: the adjoint.
     """
     batch, channels, length = signal.shape
-    tables = _tables(planes.shape[-1], signal.device)
-    row = planes.shape[-1] * _N1 // 2
+    n1, n2 = planes.shape[-2:]
+    row = n1 * n2 // 2
     rows = batch * triton.cdiv(length, row)
     out = torch.empty_like(signal)
     _convolve_kernel[(channels, triton.cdiv(rows, 2))](
-        signal, planes, out, *tables,
+        signal, planes, largest, out, *_tables(n1, n2, signal.device),
         rows, length, triton.cdiv(length, row), channels,
-        N1=_N1, N2=planes.shape[-1], CONJUGATE=transpose, num_warps=WARPS,
+        N1=n1, N2=n2, CONJUGATE=transpose, **_fitting(CONVOLVE, n1, n2),
     )  # fmt: skip
     return out
 
@@ -67,30 +84,36 @@ def convolve(signal: Tensor, planes: Tensor, *, transpose: bool = False) -> Tens
 def correlation(signal: Tensor, grad: Tensor, row: int) -> Tensor:
     """The gradient of the kernels' spectra, summed over rows: [H, 2, N₁, N₂]."""
     batch, channels, length = signal.shape
-    n2 = 2 * row // _N1
-    tables = _tables(n2, signal.device)
+    n1, n2 = _shape(row)
     rows = batch * triton.cdiv(length, row)
     pairs = triton.cdiv(rows, 2)
-    splits = max(1, min(pairs, 512 // channels))
-    out = torch.empty(splits, channels, 2, _N1, n2, device=signal.device, dtype=torch.float32)
-    _correlate_kernel[(channels, splits)](
-        signal, grad, out, *tables,
+    options = _fitting(CORRELATE, n1, n2)
+    slices = n2 // options["SLICE"]
+    splits = max(1, min(pairs, 512 // (channels * slices)))
+    out = torch.empty(splits, channels, 2, n1, n2, device=signal.device, dtype=torch.float32)
+    _correlate_kernel[(channels, slices, splits)](
+        signal, grad, out, *_tables(n1, n2, signal.device),
         rows, length, triton.cdiv(length, row), channels,
-        PAIRS=triton.cdiv(pairs, splits), N1=_N1, N2=n2, num_warps=WARPS,
+        PAIRS=triton.cdiv(pairs, splits), N1=n1, N2=n2, **options,
     )  # fmt: skip
     return out.sum(0) if splits > 1 else out[0]
 
 
+def _fitting(options: dict[str, int], n1: int, n2: int) -> dict[str, int]:
+    """Four warps for 64 rows of a tile: a tensor core's instruction takes that many."""
+    return {**options, "SLICE": min(options["SLICE"], n2), "num_warps": n1 // 16}
+
+
 @functools.lru_cache(maxsize=32)
-def _tables(n2: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The DFT matrices and twiddle factors for rows of 64·n2/2 taps.
+def _tables(n1: int, n2: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The DFT matrices and twiddle factors for rows of n1·n2/2 samples.
 
     first    [2, N₁, N₁]  real and imaginary part of F₁ on the stacked (real; imaginary) half-rows
     last     [2, N₁, N₁]  the stacked half-rows from the real and from the imaginary part, by F₁'s conjugate
     middle   [2, N₂, N₂]  F₂'s real and imaginary part
     twiddle  [2, N₁, N₂]
     """
-    n1, half = _N1, _N1 // 2
+    half = n1 // 2
     points = torch.arange(max(n1, n2), dtype=torch.float64)
 
     def rotation(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -107,8 +130,41 @@ def _tables(n2: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 @triton.jit
-def _offsets(n1: tl.constexpr, n2: tl.constexpr):
-    return tl.arange(0, n1)[:, None] * n2 + tl.arange(0, n2)[None, :]
+def _pack_kernel(bins, largest, planes, count, N1: tl.constexpr, N2: tl.constexpr):
+    """From the bins of a real signal, up to the middle one, to all of them in the convolution's order."""
+    channel = tl.program_id(0)
+    k1 = tl.program_id(1)
+    k2 = tl.arange(0, N2)
+    k = k1 + N1 * k2
+    mirrored = k >= count
+    at = bins + (channel.to(tl.int64) * count + tl.where(mirrored, N1 * N2 - k, k)) * 2
+    scale = 1.0 / tl.load(largest + channel)
+    out = planes + ((channel.to(tl.int64) * 2) * N1 + k1) * N2 + k2
+    imaginary = tl.load(at + 1) * scale
+    tl.store(out, tl.load(at) * scale)
+    tl.store(out + N1 * N2, tl.where(mirrored, -imaginary, imaginary))
+
+
+@triton.jit
+def _unpack_kernel(planes, bins, count, N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr):
+    """The bins of the real part of a complex signal: half the sum of each and its mirror's conjugate."""
+    channel = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = k < count
+    mirror = (N1 * N2 - k) % (N1 * N2)
+    base = planes + channel.to(tl.int64) * 2 * N1 * N2
+    here = base + (k % N1) * N2 + k // N1
+    there = base + (mirror % N1) * N2 + mirror // N1
+    re = tl.load(here, mask=mask, other=0.0) + tl.load(there, mask=mask, other=0.0)
+    im = tl.load(here + N1 * N2, mask=mask, other=0.0) - tl.load(there + N1 * N2, mask=mask, other=0.0)
+    out = bins + (channel.to(tl.int64) * count + k) * 2
+    tl.store(out, 0.5 * re, mask=mask)
+    tl.store(out + 1, 0.5 * im, mask=mask)
+
+
+@triton.jit
+def _offsets(n1: tl.constexpr, n2: tl.constexpr, stride: tl.constexpr):
+    return tl.arange(0, n1)[:, None] * stride + tl.arange(0, n2)[None, :]
 
 
 @triton.jit
@@ -125,63 +181,60 @@ def _load_pair(signal, channel, pair, rows, length, chunks, channels, N1: tl.con
     z = tl.load(signal + where, mask=mask, other=0.0).to(tl.float32)
     peak = tl.max(tl.max(tl.abs(z), 1), 0)
     peak = tl.where(peak > 0, peak, 1.0)
-    return (z / peak).to(tl.float16), peak, where, mask
+    return (z * (1.0 / peak)).to(tl.float16), peak, where, mask
 
 
 @triton.jit
-def _forward_transform(z, first, middle, twiddle, N1: tl.constexpr, N2: tl.constexpr):
-    """The bins [k₁, k₂] of a stacked pair of half-rows: real and imaginary part."""
-    square = _offsets(N1, N1)
-    tile = _offsets(N1, N2)
+def _first_half(z, first, twiddle, N1: tl.constexpr, N2: tl.constexpr):
+    """The transform of a stacked pair of half-rows up to the twiddle factors: [k₁, n₂], real and imaginary part."""
+    square = _offsets(N1, N1, N1)
+    tile = _offsets(N1, N2, N2)
     re = tl.dot(tl.load(first + square), z)
     im = tl.dot(tl.load(first + N1 * N1 + square), z)
     cos = tl.load(twiddle + tile)
     sin = tl.load(twiddle + N1 * N2 + tile)
-    turned_re = (re * cos - im * sin).to(tl.float16)
-    turned_im = (re * sin + im * cos).to(tl.float16)
-    wide = _offsets(N2, N2)
-    cos2 = tl.load(middle + wide)
-    sin2 = tl.load(middle + N2 * N2 + wide)
-    re = tl.dot(turned_im, -sin2, tl.dot(turned_re, cos2))
-    im = tl.dot(turned_im, cos2, tl.dot(turned_re, sin2))
-    return re, im
+    return (re * cos - im * sin).to(tl.float16), (re * sin + im * cos).to(tl.float16)
 
 
 @triton.jit
 def _convolve_kernel(
-    signal, planes, out, first, last, middle, twiddle,
+    signal, planes, largest, out, first, last, middle, twiddle,
     rows, length, chunks, channels,
-    N1: tl.constexpr, N2: tl.constexpr, CONJUGATE: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, CONJUGATE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
     pair = tl.program_id(1)
     z, peak, where, mask = _load_pair(signal, channel, pair, rows, length, chunks, channels, N1, N2)
-    re, im = _forward_transform(z, first, middle, twiddle, N1, N2)
-    tile = _offsets(N1, N2)
-    bins = planes + channel.to(tl.int64) * 2 * N1 * N2 + tile
-    kernel_re = tl.load(bins)
-    kernel_im = tl.load(bins + N1 * N2)
-    if CONJUGATE:
-        kernel_im = -kernel_im
-    product_re = re * kernel_re - im * kernel_im
-    product_im = re * kernel_im + im * kernel_re
-    largest = tl.max(tl.max(tl.maximum(tl.abs(product_re), tl.abs(product_im)), 1), 0)
-    largest = tl.where(largest > 0, largest, 1.0)
-    scaled_re = (product_re / largest).to(tl.float16)
-    scaled_im = (product_im / largest).to(tl.float16)
-    wide = _offsets(N2, N2)
-    cos2 = tl.load(middle + wide)
-    sin2 = tl.load(middle + N2 * N2 + wide)
-    re = tl.dot(scaled_im, sin2, tl.dot(scaled_re, cos2))  # by the conjugate
-    im = tl.dot(scaled_re, -sin2, tl.dot(scaled_im, cos2))
-    cos = tl.load(twiddle + tile)
-    sin = tl.load(twiddle + N1 * N2 + tile)
-    back_re = (re * cos + im * sin).to(tl.float16)
-    back_im = (im * cos - re * sin).to(tl.float16)
-    square = _offsets(N1, N1)
-    y = tl.dot(tl.load(last + square), back_re)
-    y = tl.dot(tl.load(last + N1 * N1 + square), back_im, y)
-    y = y * (peak * largest / (N1 * N2))
+    turned_re, turned_im = _first_half(z, first, twiddle, N1, N2)
+    bins = planes + channel.to(tl.int64) * 2 * N1 * N2 + _offsets(N1, SLICE, N2)
+    columns = middle + _offsets(N2, SLICE, N2)
+    lines = middle + _offsets(SLICE, N2, N2)
+    back_re = tl.zeros((N1, N2), tl.float32)
+    back_im = tl.zeros((N1, N2), tl.float32)
+    for start in range(0, N2, SLICE):
+        cos = tl.load(columns + start)
+        sin = tl.load(columns + N2 * N2 + start)
+        re = tl.dot(turned_re, cos) - tl.dot(turned_im, sin)
+        im = tl.dot(turned_im, cos, tl.dot(turned_re, sin))
+        kernel_re = tl.load(bins + start)
+        kernel_im = tl.load(bins + N1 * N2 + start)
+        if CONJUGATE:
+            kernel_im = -kernel_im
+        product_re = (re * kernel_re - im * kernel_im).to(tl.float16)
+        product_im = (re * kernel_im + im * kernel_re).to(tl.float16)
+        cos = tl.load(lines + start * N2)
+        sin = tl.load(lines + N2 * N2 + start * N2)
+        back_re = tl.dot(product_im, sin, tl.dot(product_re, cos, back_re))  # by the conjugate
+        back_im = tl.dot(-product_re, sin, tl.dot(product_im, cos, back_im))
+    tile = _offsets(N1, N2, N2)
+    cos = tl.load(twiddle + tile) * (1.0 / N2)
+    sin = tl.load(twiddle + N1 * N2 + tile) * (1.0 / N2)
+    turned_re = (back_re * cos + back_im * sin).to(tl.float16)
+    turned_im = (back_im * cos - back_re * sin).to(tl.float16)
+    square = _offsets(N1, N1, N1)
+    y = tl.dot(tl.load(last + square), turned_re)
+    y = tl.dot(tl.load(last + N1 * N1 + square), turned_im, y)
+    y = y * (peak * tl.load(largest + channel) / N1)
     tl.store(out + where, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -189,21 +242,29 @@ def _convolve_kernel(
 def _correlate_kernel(
     signal, grad, out, first, last, middle, twiddle,
     rows, length, chunks, channels,
-    PAIRS: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    PAIRS: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
-    split = tl.program_id(1)
-    sum_re = tl.zeros((N1, N2), tl.float32)
-    sum_im = tl.zeros((N1, N2), tl.float32)
+    start = tl.program_id(1) * SLICE
+    split = tl.program_id(2)
+    columns = middle + start + _offsets(N2, SLICE, N2)
+    cos = tl.load(columns)
+    sin = tl.load(columns + N2 * N2)
+    sum_re = tl.zeros((N1, SLICE), tl.float32)
+    sum_im = tl.zeros((N1, SLICE), tl.float32)
     for i in range(PAIRS):
         pair = split * PAIRS + i
         u, u_peak, _, _ = _load_pair(signal, channel, pair, rows, length, chunks, channels, N1, N2)
-        u_re, u_im = _forward_transform(u, first, middle, twiddle, N1, N2)
+        re, im = _first_half(u, first, twiddle, N1, N2)
+        u_re = tl.dot(re, cos) - tl.dot(im, sin)
+        u_im = tl.dot(im, cos, tl.dot(re, sin))
         g, g_peak, _, _ = _load_pair(grad, channel, pair, rows, length, chunks, channels, N1, N2)
-        g_re, g_im = _forward_transform(g, first, middle, twiddle, N1, N2)
+        re, im = _first_half(g, first, twiddle, N1, N2)
+        g_re = tl.dot(re, cos) - tl.dot(im, sin)
+        g_im = tl.dot(im, cos, tl.dot(re, sin))
         scale = u_peak * g_peak
         sum_re += (u_re * g_re + u_im * g_im) * scale
         sum_im += (u_re * g_im - u_im * g_re) * scale
-    bins = out + (split.to(tl.int64) * channels + channel) * 2 * N1 * N2 + _offsets(N1, N2)
-    tl.store(bins, sum_re)
-    tl.store(bins + N1 * N2, sum_im)
+    at = out + (split.to(tl.int64) * channels + channel) * 2 * N1 * N2 + start + _offsets(N1, SLICE, N2)
+    tl.store(at, sum_re)
+    tl.store(at + N1 * N2, sum_im)

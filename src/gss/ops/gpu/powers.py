@@ -4,6 +4,8 @@ No table of powers is written anywhere: a program makes the tile of a^k that it 
 in float64 and the sine and cosine taken in float32; the products are float32, as three tensor-core products each.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -64,8 +66,8 @@ def table(log_a: Tensor, length: int) -> Tensor:
 
 def _half_product(left: Tensor, right: Tensor) -> Tensor:
     """A product in float32 of float32 rows, rounded to float16 after division by their maximum, and float16."""
-    scale = left.abs().amax().clamp(min=1e-30)
-    scaled = (left / scale).half()
+    scale = torch.linalg.vector_norm(left, math.inf).clamp(min=1e-30)
+    scaled = torch.div(left, scale, out=torch.empty_like(left, dtype=torch.float16))
     if left.is_cuda:
         return torch.bmm(scaled, right, out_dtype=torch.float32).mul_(scale)
     return torch.bmm(scaled.float(), right.float()).mul_(scale)
