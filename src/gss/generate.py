@@ -77,8 +77,10 @@ def choose(
     probability = logits.softmax(-1)
     if isinstance(generator, torch.Generator):
         return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
-    draws = zip(probability, generator, strict=True)
-    return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in draws])
+    noise = torch.empty_like(probability)
+    for row, own in zip(noise, generator, strict=True):
+        row.exponential_(generator=own)
+    return (probability / noise).argmax(-1)  # what `multinomial` does, for all rows at once
 
 
 @torch.no_grad()
@@ -145,8 +147,7 @@ def stream_many(
     steps = decoder(model, state)
     going = [True] * len(prompts)
     for produced in range(1, max_tokens + 1):
-        rows = zip(logits.cpu().split(1), seen.split(1), generators, strict=True)
-        tokens = torch.cat([choose(row, sampling, marks, generator) for row, marks, generator in rows])
+        tokens = choose(logits.cpu(), sampling, seen, generators)
         going = [on and token != eos_id for on, token in zip(going, tokens.tolist(), strict=True)]
         if not any(going):
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
     from gss.nn.state import LayerState, SequenceLayer
@@ -134,6 +135,8 @@ class StateSpaceStepper:
         taps = kernel(self._readout, self._log_a, block)
         taps[:, 0] += space.skip
         self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
+        # Where the channels share their modes, the table that turns a state into its echo is small enough to keep.
+        self._powers = powers(self._log_a[0], block, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
         self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
         self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
         self._echo = Rows(taps.new_zeros(modes.shape[0], block, taps.shape[0]))  # [B, W, H]
@@ -142,7 +145,7 @@ class StateSpaceStepper:
     def _begin(self) -> None:
         self._read = 0
         self._joined = [0] * len(self._modes.tensor)  # where in the block each row came
-        self._echo.tensor.copy_(carried_output(self._modes.tensor, self._readout, self._log_a, self._block))
+        self._echo.tensor.copy_(self._carried(self._modes.tensor, self._block))
 
     def step(self, u: Tensor) -> Tensor:
         """u [B, 1, H] → y [B, 1, H] in the state's precision."""
@@ -170,8 +173,7 @@ class StateSpaceStepper:
         self._modes.add(modes)
         self._inputs.add(self._inputs.tensor.new_zeros(count, *self._inputs.tensor.shape[1:]))
         self._echo.add(self._echo.tensor.new_zeros(count, *self._echo.tensor.shape[1:]))
-        echo = carried_output(modes, self._readout, self._log_a, self._block - read)
-        self._echo.tensor[-count:, read:] = echo
+        self._echo.tensor[-count:, read:] = self._carried(modes, self._block - read)
         self._joined += [read] * count
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -179,6 +181,13 @@ class StateSpaceStepper:
         for held in (self._modes, self._inputs, self._echo):
             held.keep(rows)
         self._joined = [self._joined[row] for row in rows]
+
+    def _carried(self, modes: Tensor, length: int) -> Tensor:
+        """What states add to the next outputs: [B, L, H]."""
+        if self._powers is None:
+            return carried_output(modes, self._readout, self._log_a, length)
+        weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
+        return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
 
     def _folded(self) -> Tensor:
         signal, modes = self._inputs.tensor[:, :, : self._read].transpose(1, 2), self._modes.tensor

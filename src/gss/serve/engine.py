@@ -1,8 +1,9 @@
 """The thread that runs the model: one batch in which sequences join and leave between steps.
 
 A turn of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and produces a
-token for every running sequence. Reading and producing each get about half of the time when both have work, so a long
-prompt slows running sequences down but does not stall them, and jobs are taken in the order in which they came. What a
+token for every running sequence. When both have work, reading gets half of the time (less when there is little to read
+at once, for the sake of reading several prompts side by side; more when more prompts wait than sequences run): a long
+prompt slows running sequences down but does not stall them. Jobs are taken in the order in which they came. What a
 sequence produces does not depend on what runs beside it.
 
 Knows jobs, models and states; nothing of HTTP or of event loops.
@@ -15,20 +16,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from gss.data import Tokenizer
 from gss.decode import Decoder
-from gss.generate import choose
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.serve.choosing import Chooser
 from gss.serve.job import Job, Piece
 from gss.serve.metrics import Metrics
 from gss.serve.prefix_cache import PrefixCache
-from gss.serve.reading import Reading, Readings, scored
+from gss.serve.reading import Reading, Readings
 from gss.serve.row import Row
 
 log = logging.getLogger("gss.serve")
+
+# Sending costs about 0.1 ms a piece, whatever is in it.
+_PIECES_A_SECOND = 1000
 
 Posts = list[tuple[Job, Piece]]
 
@@ -54,7 +57,8 @@ class Engine:
     queue         sequences that may wait beside those
     piece         tokens of prompts that are read between two steps
     cache_bytes   memory for the states of prompts (0: none are kept)
-    interval      seconds between two pieces of one stream at least; what comes meanwhile is one piece
+    interval      seconds between two pieces of one stream at least; what comes meanwhile is one piece. With many
+                  streams it is longer, so that all of them together are sent no more than `_PIECES_A_SECOND`
     post          takes the pieces of a turn, in the engine's thread; must not raise
     """
 
@@ -82,6 +86,7 @@ class Engine:
         self._device = model.embedding.weight.device
         self._decoder = self._empty_decoder()
         self._running: list[Row] = []
+        self._chooser = Chooser([])
         self._waiting: deque[Job] = deque()
         self._posts: Posts = []
         self._reading_ahead = 0.0  # seconds by which reading has had more time than producing
@@ -175,7 +180,8 @@ class Engine:
             self._step()
             seconds = time.perf_counter() - started
             self.metrics.step_seconds.observe(seconds)
-            self._reading_ahead = max(0.0, self._reading_ahead - seconds)
+            share = max(self._readings.fullness, len(self._readings) / max(1, len(self._running)))
+            self._reading_ahead = max(0.0, self._reading_ahead - seconds * share)
         else:
             self._reading_ahead = 0.0
         self._deliver()
@@ -221,7 +227,7 @@ class Engine:
             return
         entries = [reading.after for reading in read if reading.after is not None]
         assert len(entries) == len(read)
-        self._accept(rows, torch.cat([entries[number].logits for number in sources]))
+        Chooser(rows).accept(torch.cat([entries[number].logits for number in sources]))
         going = [(row, number) for row, number in zip(rows, sources, strict=True) if not row.finish]
         for row in rows:
             if row.finish:
@@ -233,49 +239,21 @@ class Engine:
                 states = states.select([numbers.index(number) for _, number in going])
             self._decoder.join(states)
             self._running += [row for row, _ in going]
+            self._chooser = Chooser(self._running)
 
     def _step(self) -> None:
         tokens = torch.tensor([row.last for row in self._running], device=self._device)
-        self._accept(self._running, self._decoder.step(tokens))
+        self._chooser.accept(self._decoder.step(tokens))
         finished = [place for place, row in enumerate(self._running) if row.finish]
         for place in finished:
             self._end(self._running[place])
         self._leave(finished)
 
-    @torch.no_grad()
-    def _accept(self, rows: list[Row], logits: Tensor) -> None:
-        """Choose each row's next token from logits [B, V]; rows that are asked for the same choose together."""
-        if not torch.isfinite(logits).all():
-            raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
-        groups: dict[object, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(row.sampling, []).append(place)
-        tokens = [0] * len(rows)
-        for places in groups.values():
-            sampling = rows[places[0]].sampling
-            part = logits if len(places) == len(rows) else logits[places]
-            if sampling.temperature == 0 and sampling.repetition_penalty == 1:
-                chosen = part.argmax(-1)
-            else:
-                marks = [row.seen for row in (rows[place] for place in places) if row.seen is not None]
-                generators = [rows[place].generator for place in places]
-                chosen = choose(part.cpu(), sampling, torch.stack(marks) if marks else None, generators)
-            for place, token in zip(places, chosen.tolist(), strict=True):
-                tokens[place] = token
-        wanted = [place for place, row in enumerate(rows) if row.job.logprobs is not None]
-        scores: dict[int, tuple[float | None, tuple[tuple[int, float], ...]]] = {}
-        if wanted:
-            most = max(rows[place].job.logprobs or 0 for place in wanted)
-            picked = torch.tensor([tokens[place] for place in wanted], device=logits.device)
-            scores = dict(zip(wanted, scored(logits[wanted], picked, most), strict=True))
-        for place, row in enumerate(rows):
-            logprob, top = scores.get(place, (None, ()))
-            row.accept(tokens[place], logprob, top[: row.job.logprobs])
-
     def _deliver(self) -> None:
         now = time.monotonic()
+        interval = max(self._interval, len(self._running) / _PIECES_A_SECOND)
         for row in self._running:
-            if row.job.streaming and now - row.sent_at >= self._interval:
+            if row.job.streaming and now - row.sent_at >= interval:
                 self._take(row, now)
         self.metrics.running.set(len(self._running))
         self.metrics.waiting.set(len(self._waiting) + len(self._readings))
@@ -308,6 +286,7 @@ class Engine:
                 order[place] = last
         self._decoder.keep(order)
         self._running = [self._running[place] for place in order]
+        self._chooser = Chooser(self._running)
 
     def _forget(self, jobs: set[Job]) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from gss.data import Tokenizer
 from gss.generate import TextPieces
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.serve.choosing import Score, scored
 from gss.serve.job import Job, TokenScore
 from gss.serve.prefix_cache import Entry, PrefixCache, Tokens
 
@@ -68,6 +69,12 @@ class Readings:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def fullness(self) -> float:
+        """How much of a piece the next round would read at most: from a quarter to 1."""
+        left = sum(len(reading.tokens) - reading.at for reading in self._waiting)
+        return min(1.0, max(0.25, left / self._piece))
 
     def add(self, job: Job) -> None:
         """Begin a prompt."""
@@ -176,7 +183,7 @@ class Readings:
         """Score the piece's tokens, the first by the logits before the piece: a token is scored by what came before."""
         wanted = reading.job.logprobs or 0
         rows = torch.from_numpy(reading.tokens[reading.at : reading.at + size]).to(self._device)
-        scores: list[tuple[float | None, tuple[tuple[int, float], ...]]] = []
+        scores: list[Score] = []
         if reading.after is None:
             scores.append((None, ()))
         else:
@@ -189,15 +196,3 @@ class Readings:
         for token, (logprob, top) in zip(rows.tolist(), scores, strict=True):
             reading.scores.append(TokenScore(token, reading.characters, logprob, top))
             reading.characters += len(reading.text.push(token))
-
-
-def scored(logits: Tensor, tokens: Tensor, top: int) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
-    """For each row of logits [R, V]: log p of its token, and the `top` likeliest tokens with theirs."""
-    logs = logits.float().log_softmax(-1)
-    chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    if not top:
-        return [(value, ()) for value in chosen]
-    best = logs.topk(min(top, logs.shape[-1]))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    likeliest = (tuple(zip(ids, values, strict=True)) for ids, values in pairs)
-    return list(zip(chosen, likeliest, strict=True))

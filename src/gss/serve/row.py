@@ -12,7 +12,6 @@ class Row:
 
     def __init__(self, job: Job, index: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.job, self.index = job, index
-        self.sampling = job.sampling
         self.generator = torch.Generator()
         if job.sampling.temperature:
             self.generator.manual_seed((job.seed + index) % 2**63)
@@ -34,7 +33,7 @@ class Row:
         self._decoded = self._released = 0  # characters of text so far: known, and let through by the stop strings
         self._fresh = 0
 
-    def accept(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
+    def accept(self, token: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> None:
         """Take the next token; `finish` is set when it was the last."""
         if token == self._eos_id:
             self.finish = "stop"
@@ -46,7 +45,7 @@ class Row:
             self.seen[token] = True
         if self._by_token:
             if logprob is not None:
-                self._scores.append(TokenScore(token, self._decoded, logprob, top))
+                self._scores.append(TokenScore(token, self._decoded, logprob, top[: self.job.logprobs]))
             self._show(self._text.push(token))
             if self._stops.ended:
                 self.finish = "stop"
