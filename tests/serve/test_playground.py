@@ -152,7 +152,7 @@ def test_tokens_stream_in_and_show_their_alternatives(visit: Visit) -> None:
     assert page.locator(".token.given").count() == 8
     for name in ("speed", "first", "written", "read", "bits"):
         assert re.match(r"[\d.]+", page.inner_text(f"#{name}"))
-    api.expect(page.locator("#state")).to_contain_text("KV cache at 409 tokens")  # with the start of the document
+    api.expect(page.locator("#state")).to_contain_text("a Transformer's cache at 409 tokens")  # with the start of the document
     api.expect(page.locator(".here-name")).to_contain_text("409 tokens")
 
     token = written.nth(3)

@@ -104,11 +104,11 @@ function take(choice) {
 
 let waiting = false;
 
-// At most once a frame, however fast tokens come.
+// A few times a second, however fast tokens come.
 function show() {
   if (waiting) return;
   waiting = true;
-  requestAnimationFrame(() => {
+  setTimeout(() => {
     waiting = false;
     const { began, first, latest, early, written, read, nats } = figures;
     const seconds = (latest - first) / 1000;
@@ -123,7 +123,7 @@ function show() {
       drawState(at("state"), facts, all);
       drawMemory(at("memory"), facts, all);
     }
-  });
+  }, 100);
 }
 
 function stop() {

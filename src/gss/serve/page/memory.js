@@ -28,12 +28,12 @@ export function drawState(place, facts, length) {
   bars.className = "bars";
   bars.append(
     bar("this model's state", state(shown), most, ""),
-    bar(`a Transformer's KV cache at ${whole(shown)} tokens`, cache(shown), most, "other"),
+    bar(`a Transformer's cache at ${whole(shown)} tokens`, cache(shown), most, "other"),
   );
   const hint = document.createElement("p");
   hint.className = "hint";
   const stays = facts.state.bounded ? `the state still ${size(state(FAR))}` : `this model's state ${size(state(FAR))}`;
-  hint.textContent = `At ${whole(FAR)} tokens the cache would take ${size(cache(FAR))}, ${stays}. That is a Transformer of the same width, depth and precision.`;
+  hint.textContent = `At ${whole(FAR)} tokens the cache of keys and values would take ${size(cache(FAR))}, ${stays}. That is a Transformer of the same width, depth and precision.`;
   place.replaceChildren(bars, hint);
 }
 
