@@ -16,7 +16,7 @@ from gss.report.compare import difference_table, length_table
 from gss.report.curves import length_picture, position_picture, training_pictures
 from gss.report.memory import memory, spaces
 from gss.report.run import read_run, read_runs
-from gss.report.scores import Scores, scores
+from gss.report.scores import Scores, same_tokens, scores
 from gss.report.spectra import memory_pictures
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
 from gss.train import resolve, train
@@ -69,6 +69,11 @@ def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
 
     assert scores(run, None, 900, None, never) == first
     assert scores(run, lab.data, 0, [32, 128], never) == first
+    anew = scores(run, None, 500, [32, 128], silent, again=True)
+    assert anew.result is not None
+    assert anew.result.tokens == 500
+    assert not same_tokens([first, anew])
+    assert same_tokens([first, Scores(None)])
     (kept,) = (lab.dss / "evaluations").iterdir()
     facts = json.loads(kept.read_text())
     assert facts["step"] == 12
@@ -154,6 +159,17 @@ def test_every_axis_is_named_and_nothing_is_cut_off(lab: Lab) -> None:
                     assert not legend.get_window_extent().overlaps(one.get_window_extent()), picture.name
 
 
+def test_runs_scored_on_other_tokens_are_not_compared(lab: Lab, tmp_path: Path) -> None:
+    scores(read_run(lab.dss), None, 500, [32, 128], silent)
+    scores(read_run(lab.hybrid), None, 900, [32, 128], silent)
+    text = write_report([lab.hybrid, lab.dss], tmp_path / "report.md", form="md").read_text(encoding="utf-8")
+    assert "were not scored on the same tokens" in text
+    assert "is best at" not in text
+    assert "unigrams" not in text
+    again = write_report([lab.hybrid, lab.dss], tmp_path / "report.md", form="md", max_tokens=700, again=True)
+    assert "is best at" in again.read_text(encoding="utf-8")
+
+
 def test_the_papers_figures_stand_beside(lab: Lab) -> None:
     run = read_run(lab.dss)
     run.config["preset"] = "gss-l"
@@ -190,6 +206,6 @@ def test_names_tell_runs_apart(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_numbers_in_little_room() -> None:
-    assert [tokens(value) for value in (512, 4096, 1.5e6, 0.25)] == ["512", "4.1k", "1.5M", "0.25"]
+    assert [tokens(value) for value in (512, 4096, 1.5e6, 0.25, 4e19)] == ["512", "4.1k", "1.5M", "0.25", "4e+19"]
     assert [power_of_ten(value) for value in (1e-3, 0.1, 1, 100, 1e7, 0)] == ["10⁻³", "0.1", "1", "100", "10⁷", "0"]
     assert len(set(LIGHT.values())) == len(COLOURS)

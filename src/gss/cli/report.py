@@ -26,6 +26,7 @@ def report_command(
     lengths: Annotated[
         str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Score anew, whatever scores are kept.")] = False,
     prompt: Annotated[
         str | None, typer.Option(help="What samples go on from. Default: the run's own newest sample.")
     ] = None,
@@ -44,6 +45,7 @@ def report_command(
             data=data,
             max_tokens=max_tokens,
             lengths=_whole_numbers(lengths) if lengths is not None else None,
+            again=again,
             prompt=prompt,
             show=show,
         )

@@ -15,7 +15,7 @@ from gss.report.markdown import markdown
 from gss.report.memory import memory
 from gss.report.page import html
 from gss.report.run import Run, read_runs
-from gss.report.scores import BUDGET, Scores, scores
+from gss.report.scores import BUDGET, Scores, same_tokens, scores
 from gss.report.spectra import memory_pictures
 from gss.report.theme import require_matplotlib, run_variable, style
 
@@ -31,6 +31,7 @@ def write_report(
     data: str | Path | None = None,
     max_tokens: int = BUDGET,
     lengths: Sequence[int] | None = None,
+    again: bool = False,
     prompt: str | None = None,
     show: Callable[[str, float], None] = lambda stage, share: None,
 ) -> Path:
@@ -40,6 +41,7 @@ def write_report(
     data            a corpus to score the runs on where no scores are kept; None: each run's own, if still there
     max_tokens      most held-out tokens to score a run on at each length; 0: score nothing
     lengths         lengths to score at; None: the paper's, as far as documents reach
+    again           score anew, whatever scores are kept
     prompt          what samples go on from; None: the run's own newest sample if it has one, else a new document
     show            called with what is being done and the share of it that is done
     """
@@ -52,7 +54,7 @@ def write_report(
     if target.is_dir():
         raise ValueError(f"{target} is a folder: give a file for the report, for example {target / f'report.{form}'}")
     found = read_runs([Path(run) for run in runs])
-    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show) for run in found]
+    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show, again) for run in found]
     target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():
@@ -103,7 +105,9 @@ def _lengths(runs: list[Run], scored: list[Scores]) -> Section:
     table = length_table(runs, scored)
     if table:
         counts = sorted({(result.tokens, result.documents) for result in results})
-        what = " and ".join(f"{count:,} held-out tokens of {number:,} documents" for count, number in counts)
+        what = " and ".join(
+            f"{count:,} held-out tokens of {number:,} document{'s' * (number > 1)}" for count, number in counts
+        )
         section.intro = (
             f"{what[0].upper()}{what[1:]}, each counted once at every length. The last three columns are of the "
             "longest length; ± is the standard error of the loss over documents."
@@ -111,6 +115,10 @@ def _lengths(runs: list[Run], scored: list[Scores]) -> Section:
         if any("paper" in row[0] for row in table.rows):
             section.intro += " The paper's rows are token perplexities on its own corpora and vocabularies."
         section.blocks.append(table)
+    if not same_tokens(scored):
+        section.blocks.append(
+            Note("These runs were not scored on the same tokens, so their figures do not compare: --again scores anew.")
+        )
     pictures = [length_picture(runs, scored), position_picture(runs, scored)]
     section.blocks += [picture for picture in pictures if picture]
     section.blocks += [

@@ -10,7 +10,7 @@ from gss.paper import PERPLEXITY
 from gss.report.curves import binary
 from gss.report.document import Card, Table
 from gss.report.run import Run
-from gss.report.scores import Scores
+from gss.report.scores import Scores, same_tokens
 from gss.report.theme import run_variable, tokens
 from gss.train.progress import duration
 
@@ -70,7 +70,7 @@ def findings(runs: Sequence[Run], scored: Sequence[Scores]) -> list[str]:
         for run, score in zip(runs, scored, strict=True)
         if score.result and score.result.rows[-1].length == _common(scored)
     ]
-    if len(known) > 1 and len(known) == len(runs):
+    if len(known) > 1 and len(known) == len(runs) and same_tokens(scored):
         (best, winner), (second, _) = sorted(known)[:2]
         where = f"at {_common(scored):,} tokens" if _common(scored) else "on whole documents"
         said.append(f"{winner} is best {where}, {second - best:.3f} nats a token under the next.")
@@ -97,7 +97,7 @@ def length_table(runs: Sequence[Run], scored: Sequence[Scores]) -> Table | None:
     table = Table(["perplexity at", "params", *names, "± loss", "a word", "bits/byte"], [], frozenset())
     quiet = set()
     entropies = {score.unigram_entropy for score in scored if score.result and score.unigram_entropy}
-    if len(entropies) == 1:
+    if len(entropies) == 1 and same_tokens(scored):
         entropy = math.exp(min(entropies.pop() or 0.0, 700.0))
         cells = [f"{entropy:.2f}" if length in ours else "" for length in lengths]
         table.rows.append(["unigrams", "", *cells, "", "", ""])

@@ -121,7 +121,8 @@ def _by_step(
     from matplotlib.ticker import FuncFormatter
 
     axes = picture.figure.subplots()
-    same = column == "learning_rate"  # often the same in all runs: the ones below are drawn wider, to be seen
+    lines = {tuple(_column(run.training, column)[1]) for run in runs}
+    same = len(lines) == 1  # as rates often are: those below are drawn wider, to be seen
     for index, run in enumerate(runs):
         steps, values = _column(run.training, column)
         if not len(values):
@@ -152,7 +153,6 @@ def length_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture | N
     figure = _figure()
     axes = figure.subplots()
     lengths: set[int] = set()
-    trained = {run.length for run in runs if run.length}
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
         rows = [row for row in score.result.rows if row.length] if score.result else []
         if not rows:
@@ -175,15 +175,18 @@ def length_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture | N
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(binary))
     axes.margins(x=0.08, y=0.12)
-    low, high = axes.get_ylim()
-    room = max(0.0, 0.12 * low - (high - low)) / 2  # so that hundredths do not look like a trend
-    axes.set_ylim(low - room, high + room)
-    if len(trained) == 1:
-        axes.axvline(trained.pop(), color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
+    low, high = axes.dataLim.intervaly
+    if high > 5 * low:
+        log_axis(axes, "y")
+        axes.yaxis.set_minor_formatter(FuncFormatter(_first_digits))
+    else:
+        low, high = axes.get_ylim()
+        room = max(0.0, 0.12 * low - (high - low)) / 2  # so that hundredths do not look like a trend
+        axes.set_ylim(low - room, high + room)
+    caption = "The same tokens count at every length." + _mark_trained(axes, runs)
     axes.set_xlabel("evaluation length (tokens)")
     axes.set_ylabel("perplexity (a token)")
     legend_above(figure, axes)
-    caption = "The same tokens count at every length. Dashed: the training length."
     return Picture("length", "Perplexity by length", caption, figure)
 
 
@@ -192,7 +195,6 @@ def position_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture |
     figure = _figure()
     axes = figure.subplots()
     drawn = False
-    trained = {run.length for run in runs if run.length}
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
         positions = _positions(score.result) if score.result else []
         if positions:
@@ -203,13 +205,26 @@ def position_picture(runs: Sequence[Run], scored: Sequence[Scores]) -> Picture |
     if not drawn:
         return None
     log_axis(axes, "x")
-    if len(trained) == 1:
-        axes.axvline(trained.pop(), color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
+    caption = "What more context is worth, in bins that double." + _mark_trained(axes, runs)
     axes.set_xlabel("position in the window (tokens)")
     axes.set_ylabel("loss (nats a token)")
     legend_above(figure, axes)
-    caption = "What more context is worth, in bins that double. Dashed: the training length."
     return Picture("position", "Loss by position", caption, figure)
+
+
+def _mark_trained(axes: "Axes", runs: Sequence[Run]) -> str:
+    """A line at the training length, where all runs have the same; gives what a caption says of it."""
+    lengths = {run.length for run in runs}
+    trained = lengths.pop() if len(lengths) == 1 else None
+    if trained is None:
+        return ""
+    axes.axvline(trained, color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
+    return " Dashed: the training length."
+
+
+def _first_digits(value: float, _position: Any = None) -> str:
+    """Ticks between powers of ten: 2 and 5 of each."""
+    return tokens(value) if f"{value:e}"[0] in "25" else ""
 
 
 def _positions(result: Evaluation) -> list[PositionLoss]:

@@ -29,20 +29,30 @@ class Scores:
     """What a run scores on held-out data, or why that is not known."""
 
     result: Evaluation | None
+    data: str | None = None
+    """The hash of the data."""
     unigram_entropy: float | None = None
     """Of the same split: nats a token of a guesser that knows only how often each id occurs."""
     missing: str = ""
 
 
-def scores(run: Run, data: Path | None, max_tokens: int, lengths: Sequence[int] | None, show: Show) -> Scores:
+def same_tokens(scored: Sequence[Scores]) -> bool:
+    """Whether all runs that have scores were scored on the same tokens, so that their figures compare."""
+    return len({(score.data, score.result.tokens) for score in scored if score.result}) <= 1
+
+
+def scores(
+    run: Run, data: Path | None, max_tokens: int, lengths: Sequence[int] | None, show: Show, again: bool = False
+) -> Scores:
     """The scores of a run's newest checkpoint on its own validation data, or on a corpus at `data`.
 
     max_tokens      most targets to score where scores must be computed; 0: compute nothing
     lengths         None: the paper's, as far as documents reach
+    again           compute, whatever is kept
     """
     if run.loaded is None:
         return Scores(None, missing=f"no scores: {run.trouble}")
-    kept = _kept(run, data, lengths)
+    kept = None if again else _kept(run, data, lengths)
     if kept is not None:
         return kept
     if not max_tokens:
@@ -60,7 +70,7 @@ def scores(run: Run, data: Path | None, max_tokens: int, lengths: Sequence[int] 
         report=lambda done, total: show(f"scoring {run.name}", done / total),
     )
     keep(run.folder, run.loaded.step, dataset, result)
-    return Scores(result, dataset.unigram_entropy)
+    return Scores(result, dataset.hash, dataset.unigram_entropy)
 
 
 def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> None:
@@ -98,7 +108,7 @@ def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores 
         covers = lengths is None or [row.length for row in rows] == list(lengths)
         if same and rows and covers:
             result = Evaluation(rows, int(facts["documents"]), rows[0].tokens, SPLIT)
-            return Scores(result, facts.get("unigram_entropy"))
+            return Scores(result, facts["data"], facts.get("unigram_entropy"))
     return None
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MODES = 360  # drawn in the plane at most
-_ROWS = 16  # layers in a figure of rows at most
+_ROWS = 12  # layers in a figure of rows at most
 _KERNELS = 3
 
 
@@ -63,7 +63,7 @@ def _plane(memory: Memory) -> Picture:
 def _time_constants(memory: Memory) -> Picture:
     """Histograms of −1/Re λ, a row a layer: the start in outline, now filled."""
     rows = _spread(memory.now)
-    figure = _figure(max(3.3, 0.9 + 0.32 * len(rows)))
+    figure = _figure(max(3.3, 0.9 + 0.21 * len(rows)))
     axes = figure.subplots()
     every = memory.now + (memory.start or [])
     low = min(space.time_constants.min() for space in every)

@@ -125,6 +125,8 @@ def power_of_ten(value: float, _position: Any = None) -> str:
 
 def tokens(value: float, _position: Any = None) -> str:
     """A number of tokens or steps in little room: 512, 4k, 1.5k, 2M."""
+    if abs(value) >= 1e12:
+        return f"{value:.2g}"
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -152,6 +154,8 @@ def svg(figure: "Figure", name: str, label: str) -> str:
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
+    # Hundredths of a point are enough.
+    text = re.sub(r'\b[dxy]="[^"]+"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
     for colour, value in LIGHT.items():
         text = text.replace(value, f"var(--{colour})")
     opening, rest = text.split(">", 1)
