@@ -113,8 +113,8 @@ class PlainStepper:
     def join(self, state: "LayerState") -> None:
         from gss.nn.state import ModelState  # which imports this module
 
-        both = [ModelState(next(iter(each.values())), (each,)) for each in (self._state, state)]
-        self._state = ModelState.join(both).layers[0]
+        position = torch.zeros(0, dtype=torch.int64)  # not this layer's to know
+        self._state = ModelState.join([ModelState(position, (each,)) for each in (self._state, state)]).layers[0]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}

@@ -89,6 +89,7 @@ class Engine:
         self._chooser = Chooser([])
         self._waiting: deque[Job] = deque()
         self._posts: Posts = []
+        self._over: set[Job] = set()  # jobs that end with this turn
         self._reading_ahead = 0.0  # seconds by which reading has had more time than producing
         self._lock = threading.Condition()
         self._inbox: list[Job] = []
@@ -197,7 +198,7 @@ class Engine:
         self._waiting = deque(job for job in self._waiting if job not in unwanted)
         self._readings.drop(lambda job: job in unwanted)
         self._leave([place for place, row in enumerate(self._running) if row.job in unwanted])
-        self._forget(unwanted)
+        self._over |= unwanted
 
     def _admit(self) -> None:
         taken = len(self._running) + sum(job.n for job in self._readings.jobs())
@@ -261,6 +262,11 @@ class Engine:
         if self._posts:
             posts, self._posts = self._posts, []
             self._post_all(posts)
+        if self._over:
+            with self._lock:
+                self._outstanding -= self._over
+                self._lock.notify_all()
+            self._over = set()
 
     def _take(self, row: Row, now: float) -> None:
         piece = row.take(now)
@@ -273,7 +279,7 @@ class Engine:
         self._take(row, time.monotonic())
         row.job.ended += 1
         if row.job.ended == row.job.n:
-            self._forget({row.job})
+            self._over.add(row.job)
 
     def _leave(self, places: list[int]) -> None:
         """Take rows out of the batch; the last ones fill their places, which moves the fewest."""
@@ -287,11 +293,6 @@ class Engine:
         self._decoder.keep(order)
         self._running = [self._running[place] for place in order]
         self._chooser = Chooser(self._running)
-
-    def _forget(self, jobs: set[Job]) -> None:
-        with self._lock:
-            self._outstanding -= jobs
-            self._lock.notify_all()
 
     def _give_up(self) -> None:
         """After an error that is the engine's own: tell every job, and begin anew."""

@@ -1,0 +1,160 @@
+"""Models, runs and servers for the tests of serving."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gss
+from gss.config import to_mapping
+from gss.data import Tokenizer, load_tokenizer
+from gss.generate import Sampling, stream
+from gss.serve.app import create_app
+from gss.serve.completions import post_to_loops
+from gss.serve.engine import Engine
+from gss.serve.job import Job, Piece
+from gss.serve.limits import Limits
+from gss.train.checkpoint import save
+
+GREEDY = Sampling(temperature=0)
+SMALL = {"width": 16, "depth": 2, "gate_width": 24, "channels": 4, "state_space.modes": 4}
+
+
+def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
+    """An untrained model whose greedy text is not one letter again and again, and whose choices are no close calls.
+
+    A fresh model mostly repeats its last token, since the head is the embedding. Layers that speak louder, and a head
+    that reads what they say more sharply, give text that depends on everything before it.
+    """
+    torch.manual_seed(0)
+    model = gss.build_model(gss.preset(preset, **{"vocab_size": 257, **sizes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("output.weight", "output.bias")):
+                parameter.mul_(30)
+    return model.eval()
+
+
+def save_run(model: gss.LanguageModel, folder: Path, preset: str = "gss-tiny") -> Path:
+    """A run folder as `gss train` leaves it, as far as loading needs it."""
+    folder.mkdir(parents=True)
+    facts = {"preset": preset, "model": to_mapping(model.config)}
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    load_tokenizer("bytes").save(folder / "tokenizer")
+    save(folder / "checkpoints", 1, {"model": model.state_dict()}, {})
+    return folder
+
+
+def alone(model: gss.LanguageModel, prompt: str, tokens: int, **options: Any) -> list[int]:
+    """What the model gives for a prompt with nothing beside it."""
+    ids = [256, *prompt.encode()]
+    return list(stream(model, ids, max_tokens=tokens, sampling=GREEDY, eos_id=256, **options))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of byte tokens."""
+    return load_tokenizer("bytes").decode(tokens)
+
+
+@contextmanager
+def engine_of(model: gss.LanguageModel, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator[Engine]:
+    """A running engine."""
+    engine = Engine(model, tokenizer or load_tokenizer("bytes"), **options)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+class Asked:
+    """A job and what has come of it."""
+
+    def __init__(self, prompt: str | Sequence[int], max_tokens: int = 16, **options: Any) -> None:
+        ids = [256, *prompt.encode()] if isinstance(prompt, str) else prompt
+        self.pieces: list[Piece] = []
+        self._changed = threading.Condition()
+        self.job = Job(
+            prompt=ids, max_tokens=max_tokens, sink=self._take, **{"sampling": GREEDY, "logprobs": 0, **options}
+        )
+
+    def _take(self, piece: Piece) -> None:
+        with self._changed:
+            self.pieces.append(piece)
+            self._changed.notify_all()
+
+    def wait(self, until: Callable[[], bool] | None = None, seconds: float = 60) -> "Asked":
+        """Wait for the job's end, or for something else."""
+        with self._changed:
+            assert self._changed.wait_for(until or (lambda: self.over), seconds), "it did not come"
+        return self
+
+    @property
+    def over(self) -> bool:
+        """Whether all continuations have ended, or the job has failed."""
+        return sum(bool(p.finish) for p in self.pieces) == self.job.n or any(p.failure for p in self.pieces)
+
+    def text(self, index: int = 0) -> str:
+        """The text of a continuation so far."""
+        return "".join(piece.text for piece in self.pieces if piece.index == index)
+
+    def tokens(self, index: int = 0) -> list[int]:
+        """The tokens of a continuation so far."""
+        return [score.token for piece in self.pieces if piece.index == index for score in piece.scores]
+
+    def finish(self, index: int = 0) -> str | None:
+        """Why a continuation ended."""
+        return next((piece.finish for piece in self.pieces if piece.index == index and piece.finish), None)
+
+
+@contextmanager
+def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: Any) -> Iterator[Any]:
+    """An app on a running engine, for requests inside this process."""
+    limits = limits or Limits()
+    names = ("rows", "piece", "cache_bytes")
+    of_engine = {name: options.pop(name) for name in names if name in options}
+    with engine_of(model, queue=limits.queue, post=post_to_loops, **of_engine) as engine:
+        yield create_app(engine, name="tiny", limits=limits, **options)
+
+
+class Server:
+    """`gss serve` as a process of its own."""
+
+    def __init__(self, run: Path, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gss", "serve", str(run), "--port", "0", "--threads", "1", *options],
+            env={**{k: v for k, v in os.environ.items() if k != "GSS_API_KEY"}, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"at (http://\S+)", self.process.stdout.readline())
+        assert found, self.process.stderr.read() if self.process.stderr else ""
+        self.url = found[1]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def stop(self) -> tuple[int, str]:
+        """End it; its exit status and what it said on stderr."""
+        self.process.terminate()
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+@contextmanager
+def serving(run: Path, *options: str) -> Iterator[Server]:
+    """A server, ended in the end."""
+    server = Server(run, *options)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()

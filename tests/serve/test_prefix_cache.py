@@ -1,0 +1,109 @@
+"""States of prompts are kept and shared: a beginning that several prompts have is read once."""
+
+import numpy as np
+import pytest
+import torch
+
+import gss
+from gss.generate import stream
+from gss.serve.engine import Engine
+from gss.serve.prefix_cache import Entry, PrefixCache
+from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
+
+
+@pytest.fixture(scope="module")
+def model() -> gss.LanguageModel:
+    return lively_model(**SMALL)
+
+
+def entry(model: gss.LanguageModel) -> Entry:
+    return Entry(model.initial_state(1), torch.zeros(1, 257))
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.asarray(tokens, dtype=np.int64)
+
+
+def test_the_longest_beginning_is_found(model: gss.LanguageModel) -> None:
+    cache = PrefixCache(1 << 20)
+    entries = {length: entry(model) for length in (1, 3, 5)}
+    for length, each in entries.items():
+        cache.put(ids(*range(length)), each)
+    assert cache.longest(ids(0, 1, 2, 3)) == (3, entries[3])
+    assert cache.longest(ids(0, 1, 2, 3, 4)) == (5, entries[5])
+    assert cache.longest(ids(0, 9)) == (1, entries[1])
+    assert cache.longest(ids(9, 1, 2)) == (0, None)
+
+
+def test_the_least_recently_used_goes_first(model: gss.LanguageModel) -> None:
+    size = entry(model).nbytes
+    cache = PrefixCache(2 * size)
+    for token in (1, 2):
+        cache.put(ids(token), entry(model))
+    cache.longest(ids(1, 5))
+    cache.put(ids(3), entry(model))
+    assert cache.nbytes == 2 * size
+    assert [cache.longest(ids(token))[0] for token in (1, 2, 3)] == [1, 0, 1]
+    PrefixCache(0).put(ids(1), entry(model))
+
+
+def ask(engine: Engine, *prompts: list[int]) -> list[Asked]:
+    asked = [Asked(prompt, 8, ignore_eos=True) for prompt in prompts]
+    for each in asked:
+        engine.submit([each.job])
+    return [each.wait() for each in asked]
+
+
+def check(model: gss.LanguageModel, asked: list[Asked]) -> None:
+    for each in asked:
+        assert each.tokens() == list(stream(model, each.job.prompt, max_tokens=8, sampling=GREEDY))
+
+
+def test_a_shared_prompt_is_read_once(model: gss.LanguageModel) -> None:
+    long = [i % 251 for i in range(1000)]
+    with engine_of(model, piece=64) as engine:
+        read = engine._readings
+        check(model, ask(engine, long))
+        assert (read.tokens_read, read.tokens_reused) == (1000, 0)
+        check(model, ask(engine, long))  # all of it
+        assert (read.tokens_read, read.tokens_reused) == (1000, 1000)
+        check(model, ask(engine, [*long, 7, 8, 9]))  # and more
+        assert (read.tokens_read, read.tokens_reused) == (1003, 2000)
+        check(model, ask(engine, [*long[:900], 7, 8, 9]))  # part of it: to the last piece that both have
+        assert (read.tokens_read, read.tokens_reused) == (1010, 2896)
+
+
+def test_prompts_that_come_together_share_too(model: gss.LanguageModel) -> None:
+    """Twelve requests with one long beginning, all at once: it is read once, the rest by each."""
+    shared = [i % 241 for i in range(4096)]
+    prompts = [[*shared, *range(number, number + 10)] for number in range(12)]
+    with engine_of(model, piece=256) as engine:
+        check(model, ask(engine, *prompts))
+        assert engine._readings.tokens_read == 4096 + 12 * 10
+        assert engine.metrics.prompt_tokens.value == 12 * 4106
+
+
+def test_sharing_survives_the_leaders_end(model: gss.LanguageModel) -> None:
+    shared = [i % 241 for i in range(20_000)]
+    with engine_of(model, piece=256) as engine:
+        leader = Asked(shared, 8)
+        follower = Asked([*shared, 1], 8, ignore_eos=True)
+        engine.submit([leader.job])
+        engine.submit([follower.job])
+        engine.cancel([leader.job])
+        check(model, [follower.wait()])
+
+
+def test_without_a_cache(model: gss.LanguageModel) -> None:
+    with engine_of(model, piece=16, cache_bytes=0) as engine:
+        check(model, ask(engine, list(range(40)), list(range(40)), list(range(50))))
+        assert engine._readings.tokens_reused == 0
+        assert len(engine.cache) == 0
+
+
+def test_memory_stays_within_bounds(model: gss.LanguageModel) -> None:
+    size = entry(model).nbytes
+    with engine_of(model, piece=16, cache_bytes=5 * size) as engine:
+        for number in range(8):
+            check(model, ask(engine, [number] * 100))
+            assert engine.cache.nbytes <= 5 * size
