@@ -5,6 +5,7 @@ state, the residual stream and every sum stay float32. `gss.decode.decoder` pick
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from gss.nn.state import ModelState
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops.gpu.decode_step import Buffers, Tiles, Weights, launch_fold, launch_step
 from gss.ops.kernel import kernel
-from gss.ops.recurrence import carried_output, final_state
+from gss.ops.recurrence import carried_output, final_state, transition
 
 UNROLL = 8
 """Steps in the graph that chooses its own tokens: one launch for that many."""
@@ -23,6 +24,8 @@ UNROLL = 8
 _WIDEST = 8192
 _MOST_CHANNELS = 2048
 _LONGEST_BLOCK = 128
+# Buffers this many times too large for their rows are replaced by smaller ones.
+_SPARSE = 4
 
 
 def supports(model: LanguageModel, block: int) -> bool:
@@ -68,23 +71,27 @@ class GraphDecoder:
         if not supports(model, block):
             raise ValueError("the model has parts that the kernels lack: use gss.decode.decoder, which picks what fits")
         model.check_state(state, state.batch)
-        self._spaces = [layer.state_space for layer in _layers(model)]
+        self._model, self._block = model, block
         self._weights = weights or prepare(model, block)
         device = self._weights.head.device
-        on_gpu = device.type == "cuda"
-        if tiles is None:
-            tiles = Tiles(overlap=on_gpu and torch.cuda.get_device_capability(device) >= (9, 0))
-        self._tiles, self._block = tiles, block
-        self._buffers = Buffers(self._weights, state.batch, tiles)
-        self._load(state)
-        self._graphs = {steps: self._capture(steps) for steps in (1, min(UNROLL, block))} if on_gpu else {}
+        self._on_gpu = device.type == "cuda"
+        self._tiles = tiles or Tiles(overlap=self._on_gpu and torch.cuda.get_device_capability(device) >= (9, 0))
+        with torch.autocast(device.type, enabled=False):
+            self._spaces = [layer.state_space.discretized() for layer in _layers(model)]
+        self._read = 0
+        self._joined: list[int] = []  # where in the block each row came
+        self._buffers = Buffers(self._weights, state.batch, self._tiles)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seek()
+        self.join(state)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after the next token of each row, [B]."""
-        self._buffers.tokens.copy_(tokens)
+        rows = len(self._joined)
+        self._buffers.tokens[:rows].copy_(tokens)
         self._advance(1)
-        logits = self._buffers.logits.clone()
+        logits = self._buffers.logits[:rows].clone()
         self._end_block()
         return logits
 
@@ -96,12 +103,13 @@ class GraphDecoder:
         """
         if count < 1:
             raise ValueError(f"at least 1 token is chosen, not {count}")
-        self._buffers.tokens.copy_(tokens)
+        rows = len(self._joined)
+        self._buffers.tokens[:rows].copy_(tokens)
         chosen, left = [], count
         while left:
             start, run = self._read, min(left, self._block - self._read)
             self._advance(run)
-            chosen.append(self._buffers.history[start : start + run].clone())
+            chosen.append(self._buffers.history[start : start + run, :rows].clone())
             self._end_block()
             left -= run
         return torch.cat(chosen).T
@@ -109,61 +117,106 @@ class GraphDecoder:
     @torch.no_grad()
     def state(self) -> ModelState:
         """The state after what has been read."""
-        modes = torch.complex(*self._buffers.state.unbind(1))  # [D, B, H, N]
-        if self._read:
-            inputs = self._buffers.inputs[:, : self._read].transpose(1, 2)  # [D, B, read, H]
-            with torch.autocast(modes.device.type, enabled=False):
-                pairs = zip(self._spaces, inputs, modes, strict=True)
-                modes = torch.stack([final_state(u, space.discretized()[1], held) for space, u, held in pairs])
-        layers = tuple({"modes": held} for held in torch.view_as_real(modes))
-        return ModelState(self._buffers.position.clone(), layers)
-
-    def _load(self, state: ModelState) -> None:
-        """Start a block from a state."""
-        buffers = self._buffers
-        buffers.position.copy_(state.position)
+        rows, buffers = len(self._joined), self._buffers
+        since = self._read - buffers.joined[:rows, None, None]
+        modes = []
         with torch.autocast(buffers.x.device.type, enabled=False):
-            for layer, (space, held) in enumerate(zip(self._spaces, state.layers, strict=True)):
-                buffers.state[layer] = held["modes"].movedim(-1, 0)
-                modes = torch.view_as_complex(held["modes"].float().contiguous())
-                readout, log_a = space.discretized()
-                buffers.echo[layer] = carried_output(modes, readout, log_a, self._block).transpose(0, 1)
-        self._rewind()
+            for layer, (_, log_a) in enumerate(self._spaces):
+                held = torch.complex(*buffers.state[layer, :, :rows])
+                if self._read:
+                    inputs = buffers.inputs[layer, : self._read, :rows].transpose(0, 1)
+                    held = final_state(inputs, log_a, None) + transition(log_a * since, held.dtype) * held
+                modes.append(torch.view_as_real(held))
+        return ModelState(buffers.position[:rows].clone(), tuple({"modes": held} for held in modes))
 
-    def _rewind(self) -> None:
-        self._read = 0
-        self._buffers.read.fill_(self._block - 1)  # the first step moves on to place 0
+    @torch.no_grad()
+    def join(self, state: ModelState) -> None:
+        """Add the sequences of a state after those that are there, each at its own position."""
+        self._model.check_state(state, state.batch)
+        first, last = len(self._joined), len(self._joined) + state.batch
+        if last > self._buffers.batch:
+            self._make_room(1 << (last - 1).bit_length())
+        buffers, read = self._buffers, self._read
+        buffers.position[first:last] = state.position
+        buffers.inputs[:, :, first:last] = 0
+        buffers.joined[first:last] = read
+        with torch.autocast(buffers.x.device.type, enabled=False):
+            for layer, ((readout, log_a), held) in enumerate(zip(self._spaces, state.layers, strict=True)):
+                modes = held["modes"].float().contiguous()
+                buffers.state[layer, :, first:last] = modes.movedim(-1, 0)
+                echo = carried_output(torch.view_as_complex(modes), readout, log_a, self._block - read)
+                buffers.echo[layer, read:, first:last] = echo.transpose(0, 1)
+        self._joined += [read] * state.batch
+
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order (none is fine, until others join).
+
+        Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
+        """
+        if len(rows) > self._buffers.batch:
+            self._make_room(len(rows))
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        if moved:
+            places, sources = (list(side) for side in zip(*moved, strict=True))
+            for tensor in self._buffers.by_row():
+                tensor[places] = tensor[sources]
+        self._joined = [self._joined[row] for row in rows]
+        enough = max(1, len(rows))
+        if enough <= self._buffers.batch // _SPARSE:
+            self._make_room(enough)
+
+    def _make_room(self, batch: int) -> None:
+        """Buffers for so many rows; their graphs are captured when they are first used."""
+        before, rows = self._buffers, len(self._joined)
+        self._buffers = Buffers(self._weights, batch, self._tiles)
+        for tensor, held in zip(self._buffers.by_row(), before.by_row(), strict=True):
+            tensor[:rows] = held[:rows]
+        self._graphs = {}
+        self._seek()
+
+    def _seek(self) -> None:
+        """Tell the device where in the block the last token was."""
+        self._buffers.read.fill_((self._read - 1) % self._block)
 
     def _advance(self, steps: int) -> None:
         while steps:
-            run = max((n for n in self._graphs if n <= steps), default=1)
-            if self._graphs:
+            run = UNROLL if steps >= UNROLL else 1
+            if self._on_gpu:
+                if run not in self._graphs:
+                    self._graphs[run] = self._capture(run)
                 self._graphs[run].replay()
             else:
-                launch_step(self._weights, self._buffers, self._tiles)
+                for _ in range(run):
+                    launch_step(self._weights, self._buffers, self._tiles)
             self._read += run
             steps -= run
 
     def _end_block(self) -> None:
         if self._read == self._block:
-            launch_fold(self._weights, self._buffers, self._tiles)
+            late = any(self._joined)
+            launch_fold(self._weights, self._buffers, self._tiles, late)
             self._read = 0  # as the device's own place becomes with the next step
+            if late:
+                self._joined = [0] * len(self._joined)
+                self._buffers.joined.zero_()
 
     def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
-        """The step's kernels, `steps` times over, as a graph; the state is as it was before."""
+        """The step's kernels, `steps` times over, as a graph; what the next step reads is as it was before."""
         buffers = self._buffers
-        position = buffers.position.clone()
+        tokens, position = buffers.tokens.clone(), buffers.position.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            launch_step(self._weights, buffers, self._tiles)  # compiles; writes to nothing that is read again
+            launch_step(self._weights, buffers, self._tiles)  # compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(steps):
                 launch_step(self._weights, buffers, self._tiles)
+        buffers.tokens.copy_(tokens)
         buffers.position.copy_(position)
-        self._rewind()
+        self._seek()
         return graph
 
 
@@ -177,7 +230,7 @@ def prepare(model: LanguageModel, block: int) -> Weights:
         wavenumber = torch.exp(-half * (math.log(1e4) / max(config.width // 2 - 1, 1))) / (2 * math.pi)
     with torch.autocast(model.embedding.weight.device.type, enabled=False):
         tables = [_tables(layer.state_space, block) for layer in layers]
-    taps, power, into, readout, out_of = (torch.stack(table) for table in zip(*tables, strict=True))
+    taps, into, readout, out_of = (torch.stack(table) for table in zip(*tables, strict=True))
     return Weights(
         embedding=model.embedding.weight.detach(),
         head=model.embedding.weight.to(torch.bfloat16).detach(),
@@ -188,7 +241,6 @@ def prepare(model: LanguageModel, block: int) -> Weights:
         context=_stacked([_dense(layer.context) for layer in layers]),
         output=_stacked([_dense(layer.output) for layer in layers]),
         taps=taps,
-        power=power,
         into=into,
         readout=readout,
         out_of=out_of,
@@ -199,20 +251,19 @@ def prepare(model: LanguageModel, block: int) -> Weights:
     )
 
 
-def _tables(space: DiagonalStateSpace, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Taps [W, H], a^W [2, N], a^(W−1−j) [2, W, N], readout [2, H, N] and a^(k+1) [2, N, W], float32."""
+def _tables(space: DiagonalStateSpace, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Taps [W, H], a^(W−j) [2, W + 1, N], readout [2, H, N] and a^(k+1) [2, N, W] (conjugate), float32."""
     readout, log_a = space.discretized()
     taps = kernel(readout, log_a, block)
     taps[:, 0] += space.skip
     power = torch.exp(log_a[0] * torch.arange(block + 1, device=log_a.device).unsqueeze(-1))  # [W + 1, N]
     planes = torch.stack([power.real, power.imag]).float()
-    sign = torch.tensor([1.0, -1.0], device=planes.device)[:, None, None]
+    conjugate = torch.stack([power.real, -power.imag]).float()
     return (
         taps.T.float().contiguous(),
-        planes[:, block],
-        planes[:, :block].flip(1),
+        planes.flip(1),
         torch.view_as_real(readout).movedim(-1, 0).float(),
-        (planes[:, 1:] * sign).transpose(1, 2).contiguous(),
+        conjugate[:, 1:].transpose(1, 2).contiguous(),
     )
 
 

@@ -141,3 +141,24 @@ def test_the_fastest_that_fits(graph_decode: ModuleType) -> None:
         with fast.disabled():
             assert isinstance(decoder(model, state), Decoder)
     assert isinstance(decoder(model.bfloat16(), state), graph_decode.GraphDecoder)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_join_and_leave(graph_decode: ModuleType, device: str) -> None:
+    model = model_of(device, depth=1)
+    tokens, state = started(model, 6)
+    decoders = [kind(model, state.select([0]), 4) for kind in (graph_decode.GraphDecoder, Decoder)]
+    rows = [0]
+    # Before each step: rows that stay, by their places, and rows that come.
+    changes = (([0], []), ([0], [1, 2]), ([2, 1], []), ([0, 1], [3, 4, 5]), ([4], []), ([], [2, 0]), ([1, 0], []))
+    for place, (kept, come) in enumerate(changes):
+        for steps in decoders:
+            steps.keep(kept)
+            if come:
+                steps.join(state.select(come))
+        rows = [rows[i] for i in kept] + come
+        actual, expected = (steps.step(tokens[rows, place]) for steps in decoders)
+        assert relative_error(actual, expected) < 2e-2
+        after, plain_after = (steps.state() for steps in decoders)
+        assert torch.equal(after.position, plain_after.position)
+        assert relative_error(after.layers[0]["modes"], plain_after.layers[0]["modes"]) < 2e-2

@@ -41,8 +41,8 @@ class Tiles:
     output_one: Tile = Tile(rows=4, depth=4096)
     head_one: Tile = Tile(rows=16)
     gate_many: Tile = Tile(rows=64, depth=128, stages=4)
-    context_many: Tile = Tile(rows=64, warps=8)
-    output_many: Tile = Tile(rows=64, depth=128, stages=5)
+    context_many: Tile = Tile(rows=64, columns=16)
+    output_many: Tile = Tile(rows=64, depth=128, stages=4)
     head_many: Tile = Tile(rows=128, depth=64, stages=4)
     fold: Tile = Tile(rows=64, depth=16, stages=2)
     splits: int = 8
@@ -74,8 +74,7 @@ class Weights:
     context: tuple[Tensor, Tensor]  # [D, F, H], [D, F]
     output: tuple[Tensor, Tensor]  # [D, E, F], [D, E]
     taps: Tensor  # [D, W, H], the skip in tap 0
-    power: Tensor  # [D, 2, N]: a^W
-    into: Tensor  # [D, 2, W, N]: a^(W−1−j)
+    into: Tensor  # [D, 2, W + 1, N]: a^(W−j)
     readout: Tensor  # [D, 2, H, N]
     out_of: Tensor  # [D, 2, N, W]: a^(k+1), the imaginary plane negated
     wavenumber: Tensor | None  # [E / 2] float64: turns a token of sinusoidal positions
@@ -105,6 +104,7 @@ class Buffers:
         self.batch = batch
         self.tokens, self.position = room(batch, dtype=torch.int64), room(batch, dtype=torch.int64)
         self.read = room(1, dtype=torch.int32)  # the place in the block of the last token
+        self.joined = room(batch, dtype=torch.int32)  # where in the block each sequence came
         self.history = room(W, batch, dtype=torch.int64)  # the tokens chosen after each place
         self.x, self.normed = room(batch, E), room(batch, E, dtype=torch.bfloat16)
         self.gate, self.gated = room(batch, F, dtype=between), room(batch, F, dtype=between)
@@ -115,6 +115,11 @@ class Buffers:
         self.best_token = room(*self.best.shape, dtype=torch.int32)
         self.state = room(D, 2, batch, H, N)
         self.inputs, self.echo = room(D, W, batch, H), room(D, W, batch, H)
+
+    def by_row(self) -> tuple[Tensor, ...]:
+        """What is of one sequence each from step to step, the sequences first."""
+        held = (self.state.movedim(2, 0), self.inputs.movedim(2, 0), self.echo.movedim(2, 0))
+        return (self.tokens, self.position, self.joined, *held)
 
 
 def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
@@ -236,13 +241,16 @@ def _add_and_norm(
     )  # fmt: skip
 
 
-def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
-    """Fold a full block of inputs into the states and compute what they give the next block."""
+def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles, late: bool = False) -> None:
+    """Fold a full block of inputs into the states and compute what they give the next block.
+
+    `late`: some sequences joined within the block, as `buffers.joined` says.
+    """
     D, _, _, _, H, N, W = weights.sizes
     rows, tile = buffers.batch * H, tiles.fold
     decode_fold.fold_block[(triton.cdiv(rows, tile.rows), D)](
-        buffers.state, buffers.inputs, weights.power, weights.into, weights.readout, weights.out_of, buffers.echo,
-        rows, H, N, W, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=tiles.fold_precision,
+        buffers.state, buffers.inputs, buffers.joined, weights.into, weights.readout, weights.out_of, buffers.echo,
+        rows, H, N, W, late, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=tiles.fold_precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
