@@ -178,7 +178,7 @@ def test_the_papers_figures_stand_beside(lab: Lab) -> None:
     assert table is not None
     assert table.header[:8] == ["perplexity at", "params", "32", "128", "512", "4k", "16k", "65k"]
     assert [row[0] for row in table.rows] == [
-        "unigrams",
+        "unigrams of the split",
         "dss",
         *(f"paper's gss-l, {c}" for c in ("PG-19", "ArXiv", "Github")),
     ]

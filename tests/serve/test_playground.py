@@ -138,6 +138,7 @@ def test_tokens_stream_in_and_show_their_alternatives(visit: Visit) -> None:
     page = visit.page
     api.expect(page.locator("#model")).to_contain_text("cat · ")
     api.expect(page.locator("#memory svg .hill")).to_have_count(2)
+    assert page.get_attribute("#scale", "title") == "from 0 bits to 6 and more"
     visit.knob("max_tokens", "400")
     visit.endless()
     counts = []

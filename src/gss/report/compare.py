@@ -100,7 +100,7 @@ def length_table(runs: Sequence[Run], scored: Sequence[Scores]) -> Table | None:
     if len(entropies) == 1 and same_tokens(scored):
         entropy = math.exp(min(entropies.pop() or 0.0, 700.0))
         cells = [f"{entropy:.2f}" if length in ours else "" for length in lengths]
-        table.rows.append(["unigrams", "", *cells, "", "", ""])
+        table.rows.append(["unigrams of the split", "", *cells, "", "", ""])
         quiet.add(0)
     for run, score in zip(runs, scored, strict=True):
         if score.result:

@@ -172,6 +172,10 @@ async function meet() {
     at(id).max = most;
     if (Number(at(id).value) > most) at(id).value = most;
   }
+  // A token of a large vocabulary says more: what is usual there would all be red for bytes.
+  text.full = Math.round(Math.min(12, Math.max(4, 0.8 * Math.log2(facts.vocab_size))));
+  at("scale").title = `from 0 bits to ${text.full} and more`;
+  at("scale").setAttribute("aria-label", `Colours: the stronger a token's, the more it surprised the model, ${at("scale").title}`);
   drawState(at("state"), facts, 0);
   drawMemory(at("memory"), facts, 0);
 }

@@ -30,6 +30,7 @@ export class TokenText {
     this.place = place;
     this.card = card;
     this.branch = branch;
+    this.full = 7; // bits that have the strongest colour
     this.pinned = false;
     this.pressed = false;
     this.open = null;
@@ -63,7 +64,7 @@ export class TokenText {
         offset: scores.text_offset[index],
         span: make("span", "token"),
       };
-      const level = token.logprob === null ? 0 : Math.min(7, Math.round(bits(token.logprob)));
+      const level = token.logprob === null ? 0 : Math.min(7, Math.round((7 * bits(token.logprob)) / this.full));
       token.span.classList.add(`s${level}`);
       token.span.classList.toggle("given", token.offset < this.given);
       token.span.dataset.index = this.tokens.length;
