@@ -40,58 +40,50 @@ STARTED = time.perf_counter()
 # What to try instead of the defaults, the most promising first: (batch, changes of `Tiles`).
 VARIANTS: list[tuple[int, list[dict[str, Any]]]] = [
     (
-        64,
+        1,
         [
             {"ahead": False},
-            {"overlap": False},
-            {"context_many": Tile(rows=64, columns=32, warps=8)},
-            {"context_many": Tile(rows=128, columns=16, warps=8)},
-            {"context_many": Tile(rows=64, columns=16)},
-            {"gate_many": Tile(rows=64, depth=128, stages=4, columns=32)},
-            {"gate_many": Tile(rows=32, depth=256, stages=3)},
-            {"gate_many": Tile(rows=64, depth=128, stages=3, columns=32)},
-            {"output_many": Tile(rows=64, depth=128, stages=4)},
-            {"output_many": Tile(rows=64, depth=128, stages=4), "splits": 16},
-            {"output_many": Tile(rows=64, depth=128, stages=4, columns=32), "splits": 4},
-            {"channels": 64},
-            {"channels": 16},
+            {"gate_one": Tile(rows=16)},
+            {"gate_one": Tile(rows=16, warps=8)},
+            {"output_one": Tile(rows=8, depth=4096, warps=8)},
+            {"output_one": Tile(rows=2, depth=4096, warps=2)},
+            {"output_one": Tile(rows=2, depth=4096)},
+            {"context_one": Tile(rows=32)},
+            {"head_one": Tile(rows=16, warps=8)},
         ],
     ),
     (
-        1,
+        64,
         [
-            {"gate_one": Tile(rows=4, warps=1)},
-            {"output_one": Tile(rows=1, depth=4096, warps=1)},
-            {"output_one": Tile(rows=2, depth=4096, warps=2)},
-            {"output_one": Tile(rows=1, depth=4096, warps=2)},
-            {"context_one": Tile(rows=8, warps=1)},
-            {"context_one": Tile(rows=8, warps=2)},
-            {"context_one": Tile(rows=16, warps=2)},
-            {"head_one": Tile(rows=8, warps=2)},
-            {"head_one": Tile(rows=4, warps=1)},
-            {"gate_one": Tile(rows=4, warps=2)},
+            {"ahead": True},
+            {"gate_many": Tile(rows=64, depth=64, stages=6)},
+            {"gate_many": Tile(rows=128, depth=64, stages=4, columns=32, warps=8)},
+            {"context_many": Tile(rows=32, columns=16)},
+            {"context_many": Tile(rows=128, columns=16)},
+            {"head_many": Tile(rows=64, depth=128, stages=4)},
+            {"output_many": Tile(rows=64, depth=64, stages=6)},
         ],
     ),
     (
         8,
         [
             {"ahead": False},
-            {"gate_many": Tile(rows=32, depth=256, stages=3)},
-            {"output_many": Tile(rows=64, depth=256, stages=3)},
-            {"context_many": Tile(rows=64, warps=4)},
-            {"context_many": Tile(rows=32, warps=4)},
+            {"gate_many": Tile(rows=64, depth=256, stages=3)},
+            {"gate_many": Tile(rows=32, depth=128, stages=5)},
+            {"output_many": Tile(rows=64, depth=128, stages=4)},
+            {"head_many": Tile(rows=64, depth=256, stages=3)},
         ],
     ),
 ]
 FOLDS = [
-    (64, "bf16x3", Tile(rows=128, depth=32, warps=8, stages=1)),
-    (64, "bf16x3", Tile(rows=128, depth=16, warps=8, stages=2)),
-    (64, "bf16x3", Tile(rows=64, depth=32, stages=1)),
     (64, "bf16x3", Tile(rows=64, depth=16, stages=3)),
-    (64, "tf32x3", Tile(rows=128, depth=16, warps=8, stages=2)),
-    (1, "tf32x3", Tile(rows=16, depth=64, stages=1)),
+    (64, "bf16x3", Tile(rows=64, depth=16, stages=4)),
+    (64, "tf32x3", Tile(rows=64, depth=16, stages=3)),
+    (8, "bf16x3", Tile(rows=64, depth=16, stages=3)),
+    (8, "tf32x3", Tile(rows=64, depth=16, stages=3)),
     (1, "tf32x3", Tile(rows=16, depth=32, stages=2)),
-    (1, "tf32x3", Tile(rows=16, depth=128, stages=1)),
+    (1, "tf32x3", Tile(rows=16, depth=32, stages=3)),
+    (1, "tf32x3", Tile(rows=16, depth=16, stages=4, warps=2)),
 ]
 
 
@@ -166,7 +158,7 @@ def check(model: gss.LanguageModel, batch: int, steps: int) -> dict[str, Any]:
     single = ModelState(
         state.position, tuple({k: v.float() for k, v in held.items()} for held in state.layers)
     )  # fmt: skip
-    quick, again = GraphDecoder(model, single), GraphDecoder(model, single, tiles=Tiles(overlap=False))
+    quick, again = GraphDecoder(model, single), GraphDecoder(model, single, tiles=Tiles.for_batch(batch, overlap=False))
     plain, doubles, rounds = Decoder(model, single), Decoder(exact, state), Decoder(close, state)
     own = GraphDecoder(copy.deepcopy(close).float(), single)
     sums = torch.zeros(4, dtype=torch.float64, device="cuda")
@@ -240,7 +232,7 @@ def main() -> None:
     chosen = {}
     for number, (batch, variants) in enumerate(VARIANTS):
         until = 0.0 if arguments.skip_sweep else arguments.seconds - 12 - 8 * (len(VARIANTS) - number)
-        chosen[batch], tried = sweep(weights, batch, Tiles(), variants, until)
+        chosen[batch], tried = sweep(weights, batch, Tiles.for_batch(batch), variants, until)
         results["steps"] += tried
         results["tiles"][batch] = asdict(chosen[batch])
         for row in tried:
@@ -256,7 +248,7 @@ def main() -> None:
     for batch, precision, tile in FOLDS:
         if arguments.skip_sweep or time.perf_counter() - STARTED > arguments.seconds - 12:
             break
-        candidate = Tiles(fold=tile, fold_precision=precision)
+        candidate = Tiles.for_batch(batch).with_(fold=tile, fold_precision=precision)
         buffers = Buffers(weights, batch, candidate)
         row = {"batch": batch, "precision": precision, "tile": asdict(tile)}
         results["folds"].append(row)

@@ -75,14 +75,13 @@ class GraphDecoder:
         self._weights = weights or prepare(model, block)
         device = self._weights.head.device
         self._on_gpu = device.type == "cuda"
-        self._tiles = tiles or Tiles(overlap=self._on_gpu and torch.cuda.get_device_capability(device) >= (9, 0))
+        self._overlap = self._on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._given_tiles = tiles
         with torch.autocast(device.type, enabled=False):
             self._spaces = [layer.state_space.discretized() for layer in _layers(model)]
         self._read = 0
         self._joined: list[int] = []  # where in the block each row came
-        self._buffers = Buffers(self._weights, state.batch, self._tiles)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._seek()
+        self._make_room(state.batch)
         self.join(state)
 
     @torch.no_grad()
@@ -168,11 +167,13 @@ class GraphDecoder:
 
     def _make_room(self, batch: int) -> None:
         """Buffers for so many rows; their graphs are captured when they are first used."""
-        before, rows = self._buffers, len(self._joined)
+        before, rows = getattr(self, "_buffers", None), len(self._joined)
+        self._tiles = self._given_tiles or Tiles.for_batch(batch, self._overlap)
         self._buffers = Buffers(self._weights, batch, self._tiles)
-        for tensor, held in zip(self._buffers.by_row(), before.by_row(), strict=True):
-            tensor[:rows] = held[:rows]
-        self._graphs = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if before is not None:
+            for tensor, held in zip(self._buffers.by_row(), before.by_row(), strict=True):
+                tensor[:rows] = held[:rows]
         self._seek()
 
     def _seek(self) -> None:

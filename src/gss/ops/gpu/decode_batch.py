@@ -14,7 +14,7 @@ leaves. Activations between kernels are bfloat16; sums, norms, the residual stre
 import triton
 import triton.language as tl
 
-from gss.ops.gpu.decode import activated, earlier_outputs, normed, prefetch, ready
+from gss.ops.gpu.decode import activated, earlier_outputs, normed, prefetch_rows, ready
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -95,7 +95,7 @@ def gate_inner_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
-    prefetch(weight_at, row, F + H, 0, E, E, AHEAD)
+    prefetch_rows(weight_at, row, F + H, 0, E, E, AHEAD)
     ready(OVERLAP)
     total = product(weight_at, normed_at, row, column, F + H, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     y = activated(total + bias[:, None], ACTIVATION)
@@ -148,7 +148,7 @@ def output_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    prefetch(weight_at, row, E, split * SLICE, F, SLICE, AHEAD)
+    prefetch_rows(weight_at, row, E, split * SLICE, F, SLICE, AHEAD)
     ready(OVERLAP)
     total = product(weight_at, gated_at, row, column, E, B, split * SLICE, F, SLICE, ROWS, COLUMNS, DEPTH)
     places = (split * B + column[None, :]) * E + row[:, None]
@@ -165,7 +165,7 @@ def head_many(
     tile = tl.program_id(0)
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    prefetch(weight_at, row, V, 0, E, E, AHEAD)
+    prefetch_rows(weight_at, row, V, 0, E, E, AHEAD)
     ready(OVERLAP)
     logits = product(weight_at, normed_at, row, column, V, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     places = column.to(tl.int64)[None, :] * V + row[:, None]

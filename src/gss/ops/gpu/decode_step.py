@@ -34,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """The tiles of every kernel; the defaults are the fastest found for the 192M preset on an H200."""
+    """The tiles of every kernel; `for_batch` has the fastest found for the 192M preset on an H200."""
 
     gate_one: Tile = Tile(rows=8, warps=2)
     context_one: Tile = Tile(rows=16)
@@ -44,21 +44,31 @@ class Tiles:
     context_many: Tile = Tile(rows=64, columns=16)
     output_many: Tile = Tile(rows=64, depth=128, stages=4)
     head_many: Tile = Tile(rows=128, depth=64, stages=4)
-    fold: Tile = Tile(rows=64, depth=16, stages=2)
+    fold: Tile = Tile(rows=64, depth=16)
     splits: int = 8
     """Parts of the gate's width that a batch's output product is cut into."""
     channels: int = 32
     """Rows of the state space a program of `earlier_outputs`."""
-    fold_precision: str = "tf32x3"
-    """Of the fold's products: tf32x3 has float32's accuracy, nearly."""
+    fold_precision: str = "bf16x3"
+    """Of the fold's products, in Triton's names: tf32x3 has float32's accuracy, nearly; bf16x3 16 bits of it."""
     ahead: bool = True
-    """Whether a batch's kernels ask for their weights to come to the cache before they wait; with `overlap` only."""
+    """Whether kernels ask for weights to come to the cache before they wait (their own, or a later kernel's where they
+    hold their own); with `overlap` only."""
     overlap: bool = True
     """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
 
     def with_(self, **changes: Any) -> "Tiles":
         """The same with some tiles replaced."""
         return replace(self, **changes)
+
+    @staticmethod
+    def for_batch(batch: int, overlap: bool = True) -> "Tiles":
+        """The tiles for so many sequences."""
+        if batch == 1:
+            return Tiles(overlap=overlap, fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
+        if batch <= 16:
+            return Tiles(overlap=overlap, output_many=Tile(rows=64, depth=256))
+        return Tiles(overlap=overlap, ahead=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +153,7 @@ def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
 
 def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
     """The kernels of a layer for one sequence (`only` one of them, to time it)."""
-    _, _, E, F, H, _, W = weights.sizes
+    D, _, E, F, H, _, W = weights.sizes
     if only in ("", "gate"):
         tile = tiles.gate_one
         rows = _rows(tile, E)
@@ -151,16 +161,17 @@ def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only
         decode.gate_inner_one[(grid,)](
             buffers.x, *_of(weights.norm, layer), *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
             buffers.inputs[layer], weights.taps[layer], buffers.echo[layer], buffers.base, buffers.read,
-            weights.epsilon, E, F, H, weights.centred, weights.activation,
-            E_PAD=_pad(E), W_PAD=_pad(W), ROWS=rows, CHANNELS=tiles.channels, **_launch(tiles, tile),
+            weights.output[0][layer], weights.epsilon, E, F, H, weights.centred, weights.activation,
+            E_PAD=_pad(E), W_PAD=_pad(W), ROWS=rows, CHANNELS=tiles.channels, **_ahead(tiles, tile),
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_one
         rows = _rows(tile, H)
+        later = weights.gate_inner[0][layer + 1] if layer + 1 < D else weights.head
         decode.context_one[(triton.cdiv(F, rows),)](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
-            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
-            F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, **_launch(tiles, tile),
+            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, later, weights.epsilon,
+            F, H, min(later.numel(), (F + H) * E), weights.centred, H_PAD=_pad(H), ROWS=rows, **_ahead(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
         tile = tiles.output_one
@@ -192,7 +203,7 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         decode_batch.gate_inner_many[(triton.cdiv(F + H, tile.rows), triton.cdiv(batch, columns))](
             buffers.normed, *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
             batch, E, F, H, weights.activation, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-            AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
+            **_ahead(tiles, tile),
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_many
@@ -208,8 +219,7 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         part = triton.cdiv(triton.cdiv(F, tiles.splits), tile.depth) * tile.depth
         decode_batch.output_many[(triton.cdiv(E, tile.rows), tiles.splits, triton.cdiv(batch, columns))](
             buffers.gated, weights.output[0][layer], buffers.partial,
-            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-            AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
+            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_ahead(tiles, tile),
         )  # fmt: skip
 
 
@@ -221,8 +231,7 @@ def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5)
     decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
         buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
-        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-        AHEAD=tiles.overlap and tiles.ahead, **_launch(tiles, tile),
+        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_ahead(tiles, tile),
     )  # fmt: skip
 
 
@@ -248,9 +257,10 @@ def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles, late: bool = F
     """
     D, _, _, _, H, N, W = weights.sizes
     rows, tile = buffers.batch * H, tiles.fold
+    precision = "ieee" if triton.knobs.runtime.interpret else tiles.fold_precision  # the interpreter knows no bf16x3
     decode_fold.fold_block[(triton.cdiv(rows, tile.rows), D)](
         buffers.state, buffers.inputs, buffers.joined, weights.into, weights.readout, weights.out_of, buffers.echo,
-        rows, H, N, W, late, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=tiles.fold_precision,
+        rows, H, N, W, late, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -279,3 +289,7 @@ def _launch(tiles: Tiles, tile: Tile | None = None) -> dict[str, Any]:
     if tile and tile.registers:
         options["maxnreg"] = tile.registers
     return options | ({"launch_pdl": True} if tiles.overlap else {})
+
+
+def _ahead(tiles: Tiles, tile: Tile) -> dict[str, Any]:
+    return _launch(tiles, tile) | {"AHEAD": tiles.overlap and tiles.ahead}
