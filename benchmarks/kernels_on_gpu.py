@@ -89,10 +89,11 @@ def modes(length: int) -> None:
     row(f"evaluate {length}: error", error(powers.evaluate(weights, log_a, length), expected), "relative")
     difference = powers.project(values, log_a) - expected_modes
     row(f"project {length}: error", (difference.abs().norm() / expected_modes.abs().norm()).item(), "relative")
-    half = powers.evaluate_half(weights, log_a, length)
+    table = powers.table(log_a, length)
+    half = powers.evaluate_half(weights, table, length)
     row(f"evaluate in halves {length}: error", error(half, expected), "relative")
-    row(f"evaluate in halves {length}", milliseconds(lambda: powers.evaluate_half(weights, log_a, length)))
-    row(f"project in halves {length}", milliseconds(lambda: powers.project_half(values, log_a)))
+    row(f"evaluate in halves {length}", milliseconds(lambda: powers.evaluate_half(weights, table, length)))
+    row(f"project in halves {length}", milliseconds(lambda: powers.project_half(values, table)))
     row(f"evaluate {length}", milliseconds(lambda: powers.evaluate(weights, log_a, length)))
     row(f"project {length}", milliseconds(lambda: powers.project(values, log_a)))
     row(f"table {length}", milliseconds(lambda: powers.table(log_a, length)))
@@ -133,28 +134,14 @@ def gates(tokens: int) -> None:
     row("gate: error", error(out, expected), "relative")
     for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
-    d = draw(tokens, F)
-    chosen = gate.FORWARD_TILE, gate.BACKWARD_TILE
-    for bm, bn, warps, stages in (
-        (128, 64, 8, 1),
-        (128, 64, 8, 2),
-        (128, 32, 8, 1),
-        (128, 32, 8, 2),
-        (128, 32, 8, 3),
-        (64, 32, 4, 1),
-        (64, 32, 4, 2),
-        (64, 64, 4, 2),
-    ):
-        for count in (8, 32) if bn == 32 else (16,):
-            tile = {"BM": bm, "BN": bn, "TILES": count, "num_warps": warps, "num_stages": stages}
-            gate.FORWARD_TILE = gate.BACKWARD_TILE = tile
-            name = " ".join(map(str, tile.values()))
-            try:
-                row(f"gate forward {name}", milliseconds(lambda: gate.gate_product(g, b2, y, w3, b3, "gelu")))
-                row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients(d, g, b2, y, w3, b3, "gelu")))
-            except Exception as problem:
-                print(tile, repr(problem)[:200])
-    gate.FORWARD_TILE, gate.BACKWARD_TILE = chosen
+    c, d = draw(tokens, F), draw(tokens, F)
+    chosen = gate._TILE
+    for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
+        gate._TILE = {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}
+        name = f"{bm}x{bn}, {steps} steps, {warps} warps"
+        row(f"gate forward {name}", milliseconds(lambda: gate.gate_product_(c, g, b2, b3, "gelu")))
+        row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients_(d, c, g, b2, b3, "gelu")))
+    gate._TILE = chosen
     p = draw(tokens, F)
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
@@ -252,7 +239,11 @@ def main() -> None:
         row("bf16 matrix product 8192", 2 * 8192**3 / milliseconds(lambda: a @ a) / 1e9, "TFLOP/s")
         for shape in arguments.shapes.split(","):
             batch, length = map(int, shape.split("x"))
-            training(batch, length, arguments.profile)
+            try:
+                training(batch, length, arguments.profile)
+            except torch.cuda.OutOfMemoryError:
+                print(shape, "does not fit", flush=True)
+            torch.cuda.empty_cache()
     if arguments.out:
         arguments.out.write_text(json.dumps(TABLE, indent=1))
 

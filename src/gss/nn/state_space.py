@@ -61,22 +61,46 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
+    @torch.compiler.disable  # complex arithmetic is not the compiler's: made before a compiled layer, not within it
+    def short_taps(self, u: Tensor) -> Tensor | None:
+        """The kernel for a signal like u [B, L, ·] that is convolved whole by the GPU kernels; None where none is."""
+        if fast.half(u) is None or u.shape[1] == 1:
+            return None
+        from gss.ops import rows
+
+        if not rows.one_row(u.shape[1]):
+            return None
+        with torch.autocast(u.device.type, enabled=False):
+            return rows.taps(*self.discretized(), self.skip, u.shape[1])
+
     def forward(
-        self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
+        self,
+        u: Tensor,
+        state: Tensor | None = None,
+        keep_state: bool = True,
+        documents: Documents | None = None,
+        taps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
-        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
+        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too. `taps` is
+        what `short_taps` gave, for a signal that neither goes on from a state nor leaves one.
         """
         if documents is not None:
             return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
         kind = fast.half(u)
-        if kind is not None and u.shape[1] > 1:
-            y, after = self._mix_rows(u.transpose(1, 2).to(kind).contiguous(), state, keep_state)
-            return y.transpose(1, 2).contiguous(), after
-        return self._mix(u, state, keep_state)
+        if kind is None or u.shape[1] == 1:
+            return self._mix(u, state, keep_state)
+        channels_first = u.transpose(1, 2).to(kind).contiguous()
+        if taps is not None:
+            from gss.ops.gpu.fft import convolve_rows
 
-    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
+            y, after = convolve_rows(channels_first, taps), None
+        else:
+            y, after = self._mix_rows(channels_first, state, keep_state)
+        return y.transpose(1, 2).contiguous(), after
+
+    @torch.compiler.disable
     def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         from gss.ops import rows
 

@@ -38,7 +38,7 @@ def discretize(eigenvalue: Tensor, log_step: Tensor | None, method: str) -> tupl
     return 2 * torch.atanh(scaled / 2), step / (1 - scaled / 2)
 
 
-def kernel(readout: Tensor, log_a: Tensor, length: int, half: bool = False) -> Tensor:
-    """K [H, L] for a read-out C·B̄ [H, N] (complex) and modes log Ā [G, N]. `half`: see `gss.ops.vandermonde`."""
+def kernel(readout: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
+    """K [H, L] for a read-out C·B̄ [H, N] (complex) and modes log Ā [G, N]. `table`: see `gss.ops.vandermonde`."""
     weights = readout.unsqueeze(0) if log_a.shape[0] == 1 else readout.unsqueeze(1)  # [1, H, N] or [H, 1, N]
-    return evaluate(weights, log_a, length, half).flatten(0, 1)
+    return evaluate(weights, log_a, length, table).flatten(0, 1)

@@ -28,17 +28,26 @@ from gss.ops import fast
 _TABLE_BUDGET = 1 << 24
 
 
-def evaluate(weights: Tensor, log_a: Tensor, length: int, half: bool = False) -> Tensor:
+def evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
     """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`.
 
-    `half` allows operands of 16 bits where a GPU multiplies them faster; sums stay in float32.
+    With a `table` of at least `length` powers of these modes (see `half_table`) the products have 16-bit operands.
     """
-    return _Evaluate.apply(weights, log_a, length, half)
+    return _Evaluate.apply(weights, log_a, length, table)
 
 
-def project(values: Tensor, log_a: Tensor, half: bool = False) -> Tensor:
-    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`."""
-    return _Project.apply(values, log_a, half)
+def project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
+    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`; `table` as above."""
+    return _Project.apply(values, log_a, table)
+
+
+def half_table(log_a: Tensor, length: int) -> Tensor | None:
+    """A table of powers in float16, where a GPU multiplies faster with one and it is small: None elsewhere."""
+    if log_a.shape[0] > 1 or not fast.usable(log_a.device):
+        return None
+    from gss.ops.gpu import powers as gpu
+
+    return gpu.table(log_a, length)
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -74,12 +83,12 @@ def _groups(groups: int, modes: int, tile: int, rows: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, groups, step))
 
 
-def _evaluate(weights: Tensor, log_a: Tensor, length: int, half: bool = False) -> Tensor:
+def _evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
     groups, rows, modes = weights.shape
-    if _on_gpu(weights.real, groups, rows):
+    if table is not None or _on_gpu(weights.real, groups, rows):
         from gss.ops.gpu import powers as gpu
 
-        return gpu.evaluate_half(weights, log_a, length) if half else gpu.evaluate(weights, log_a, length)
+        return gpu.evaluate(weights, log_a, length) if table is None else gpu.evaluate_half(weights, table, length)
     dtype = weights.real.dtype
     tile = _tile(rows, length)
     tiles = -(-length // tile)
@@ -95,13 +104,13 @@ def _evaluate(weights: Tensor, log_a: Tensor, length: int, half: bool = False) -
     return out[..., :length]
 
 
-def _project(values: Tensor, log_a: Tensor, half: bool = False) -> Tensor:
+def _project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
     groups, rows, length = values.shape
     modes = log_a.shape[-1]
-    if _on_gpu(values, groups, rows):
+    if table is not None or _on_gpu(values, groups, rows):
         from gss.ops.gpu import powers as gpu
 
-        return gpu.project_half(values, log_a) if half else gpu.project(values, log_a)
+        return gpu.project(values, log_a) if table is None else gpu.project_half(values, table)
     tile = _tile(rows, length)
     tiles = -(-length // tile)
     if tiles * tile != length:
@@ -136,38 +145,36 @@ def _with_ramp(values: Tensor) -> Tensor:
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int, half: bool) -> Tensor:
-        ctx.save_for_backward(weights, log_a)
-        ctx.half = half
-        return _evaluate(weights, log_a, length, half)
+    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int, table: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weights, log_a, table)
+        return _evaluate(weights, log_a, length, table)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        weights, log_a = ctx.saved_tensors
+        weights, log_a, table = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return _project(grad, log_a, ctx.half).conj(), None, None, None
-        plain, ramped = _project(_with_ramp(grad), log_a, ctx.half).chunk(2, dim=1)
+            return _project(grad, log_a, table).conj(), None, None, None
+        plain, ramped = _project(_with_ramp(grad), log_a, table).chunk(2, dim=1)
         grad_log_a = (weights * ramped).sum(1, dtype=log_a.dtype).conj()
         return plain.conj(), grad_log_a, None, None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, log_a: Tensor, half: bool) -> Tensor:
-        ctx.save_for_backward(values, log_a)
-        ctx.half = half
-        return _project(values, log_a, half)
+    def forward(ctx: Any, values: Tensor, log_a: Tensor, table: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, log_a, table)
+        return _project(values, log_a, table)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        values, log_a = ctx.saved_tensors
+        values, log_a, table = ctx.saved_tensors
         length = values.shape[-1]
-        grad_values = _evaluate(grad.conj(), log_a, length, ctx.half) if ctx.needs_input_grad[0] else None
+        grad_values = _evaluate(grad.conj(), log_a, length, table) if ctx.needs_input_grad[0] else None
         grad_log_a = None
         if ctx.needs_input_grad[1]:
             ramp = torch.arange(length, dtype=values.dtype, device=values.device)
-            ramped = _project(values * ramp, log_a, ctx.half)
+            ramped = _project(values * ramp, log_a, table)
             grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
         return grad_values, grad_log_a, None

@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops.gpu.transpose import contiguous
+
 LONGEST = 4096
 """Longest row that one program holds."""
 
 CONVOLVE = {"SLICE": 32, "num_stages": 2}
-CORRELATE = {"SLICE": 16, "num_stages": 1}
+CORRELATE = {"SLICE": 32, "num_stages": 2}
 
 _SHORTEST = 512
 
@@ -97,6 +99,41 @@ def correlation(signal: Tensor, grad: Tensor, row: int) -> Tensor:
         PAIRS=triton.cdiv(pairs, splits), N1=n1, N2=n2, **options,
     )  # fmt: skip
     return out.sum(0) if splits > 1 else out[0]
+
+
+@torch.library.custom_op("gss::convolve_rows", mutates_args=())
+def convolve_rows(signal: Tensor, taps: Tensor) -> Tensor:
+    """Each row of T samples of a signal [B, H, L], convolved with the taps [H, T] of its channel."""
+    return convolve(signal, *spectrum(taps))
+
+
+@torch.library.custom_op("gss::convolve_rows_backward", mutates_args=())
+def convolve_rows_backward(grad: Tensor, signal: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `convolve_rows` by the signal and by the taps."""
+    grad = contiguous(grad)
+    grad_signal = convolve(grad, *spectrum(taps), transpose=True)
+    return grad_signal, taps_of_spectrum(correlation(signal, grad, taps.shape[1]))
+
+
+@convolve_rows.register_fake
+def _(signal, taps):
+    return torch.empty_like(signal)
+
+
+@convolve_rows_backward.register_fake
+def _(grad, signal, taps):
+    return torch.empty_like(signal), torch.empty_like(taps)
+
+
+def _backward(ctx, grad):
+    return convolve_rows_backward(grad, *ctx.saved_tensors)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+convolve_rows.register_autograd(_backward, setup_context=_save)
 
 
 def _fitting(options: dict[str, int], n1: int, n2: int) -> dict[str, int]:

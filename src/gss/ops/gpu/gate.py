@@ -1,9 +1,10 @@
-"""(φ(g) ∗ yW₃ᵀ)·W₄ᵀ without ever storing yW₃ᵀ: the gate of a GSS layer, the fast path of `gss.ops.gate`.
+"""(φ(g + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ with one visit to each wide tensor: the fast path of `gss.ops.gate`.
 
 The gate is the widest thing in a layer (F = 4E), and on a GPU the time around the matrix products is the time to
-read and write tensors of that width. W₃ is narrow (H = E/4), so its product is cheaper to compute again than to
-read: one kernel multiplies, applies the activation and the gate, and writes the product that W₄ takes. The backward
-pass does the same and writes the three tensors that the other products need. Saved between the two: g and y alone.
+read and write tensors of that width. One kernel a direction does everything that is not a product: the forward one
+reads g and yW₃ᵀ and writes their gated product over the latter; the backward one reads these and the product's
+gradient, and writes the three tensors that the products need, with the biases' gradients summed on the way. W₃ is
+narrow (H = E/4), so yW₃ᵀ is computed again rather than kept. Saved between the two: g and y alone.
 """
 
 import torch
@@ -11,56 +12,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_TILE = {"BM": 128, "BN": 32, "TILES": 32, "num_warps": 8, "num_stages": 2}
-BACKWARD_TILE = {"BM": 128, "BN": 32, "TILES": 32, "num_warps": 8, "num_stages": 2}
+_TILE = {"BM": 8, "BN": 256, "STEPS": 64, "num_warps": 4}
 
 
-def gate_product(
-    gate: Tensor, gate_bias: Tensor | None, y: Tensor, context: Tensor, context_bias: Tensor | None, activation: str
+def gate_product_(
+    context: Tensor, gate: Tensor, gate_bias: Tensor | None, context_bias: Tensor | None, activation: str
 ) -> Tensor:
-    """φ(gate + gate_bias) ∗ (y·contextᵀ + context_bias): [M, F]."""
-    product = torch.empty_like(gate)
-    _gate_kernel[_grid(gate, FORWARD_TILE)](
-        gate, gate_bias, y, context, context_bias, product, *gate.shape, y.shape[1],
-        KP=triton.next_power_of_2(y.shape[1]), ACTIVATION=activation, EVEN=_even(gate, y, FORWARD_TILE), **FORWARD_TILE,
-    )  # fmt: skip
-    return product
+    """φ(gate + gate_bias) ∗ (context + context_bias), [M, F], in the place of `context`."""
+    _gate_kernel[_grid(gate)](
+        context, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, EVEN=_even(gate), **_TILE
+    )
+    return context
 
 
-def gate_gradients(
+def gate_gradients_(
     grad: Tensor,
+    context: Tensor,
     gate: Tensor,
     gate_bias: Tensor | None,
-    y: Tensor,
-    context: Tensor,
     context_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient of `gate_product`, which is overwritten.
-
-    The gradients by the gate and by y·contextᵀ, the product, and the sums over rows of the two gradients, [2, F].
+    """From the gradient of the gated product, [M, F]: the gradients by the gate and by the context, the product, and
+    the sums over rows of the two gradients, [2, F]. The first is in the place of `grad`, the third of `context`.
     """
-    grad_context, product = torch.empty_like(gate), torch.empty_like(gate)
-    grid = _grid(gate, BACKWARD_TILE)
-    sums = torch.empty(grid[0], 2, gate.shape[1], device=gate.device)
+    grad_context = torch.empty_like(gate)
+    grid = _grid(gate)
+    sums = torch.empty(grid[1], 2, gate.shape[1], device=gate.device)
     _gate_backward_kernel[grid](
-        gate, gate_bias, y, context, context_bias, grad, grad_context, product, sums, *gate.shape, y.shape[1],
-        KP=triton.next_power_of_2(y.shape[1]), ACTIVATION=activation, EVEN=_even(gate, y, BACKWARD_TILE),
-        **BACKWARD_TILE,
+        grad, context, grad_context, sums, gate, gate_bias, context_bias, *gate.shape,
+        ACTIVATION=activation, EVEN=_even(gate), **_TILE,
     )  # fmt: skip
-    return grad, grad_context, product, sums.sum(0)
+    return grad, grad_context, context, sums.sum(0)
 
 
-def _grid(gate: Tensor, tile: dict[str, int]) -> tuple[int, int]:
+def _grid(gate: Tensor) -> tuple[int, int]:
     rows, width = gate.shape
-    return triton.cdiv(rows, tile["BM"]), triton.cdiv(width, tile["BN"] * tile["TILES"])
+    return triton.cdiv(width, _TILE["BN"]), triton.cdiv(rows, _TILE["BM"] * _TILE["STEPS"])
 
 
-def _even(gate: Tensor, y: Tensor, tile: dict[str, int]) -> bool:
+def _even(gate: Tensor) -> bool:
     """Whether tiles cover the tensors exactly, so that nothing is masked."""
     rows, width = gate.shape
-    narrow = y.shape[1]
-    return rows % tile["BM"] == 0 and width % (tile["BN"] * tile["TILES"]) == 0 and narrow & (narrow - 1) == 0
+    return rows % (_TILE["BM"] * _TILE["STEPS"]) == 0 and width % _TILE["BN"] == 0
 
 
 @torch.library.custom_op("gss::gated_output", mutates_args=())
@@ -74,7 +68,7 @@ def gated_output(
     activation: str,
 ) -> Tensor:
     """(φ(gate + b₂) ∗ (y·contextᵀ + b₃))·outputᵀ for gate [M, F], y [M, H], context [F, H], output [E, F]: [M, E]."""
-    return gate_product(gate, gate_bias, y, context, context_bias, activation) @ output.T
+    return gate_product_(y @ context.T, gate, gate_bias, context_bias, activation) @ output.T
 
 
 @torch.library.custom_op("gss::gated_output_backward", mutates_args=())
@@ -89,8 +83,8 @@ def gated_output_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `gated_output` by gate, y, context and output, and [2, F] by the two biases."""
-    grad_gate, grad_context, product, grad_biases = gate_gradients(
-        grad @ output, gate, gate_bias, y, context, context_bias, activation
+    grad_gate, grad_context, product, grad_biases = gate_gradients_(
+        grad @ output, y @ context.T, gate, gate_bias, context_bias, activation
     )
     grad_output = grad.T @ product
     del product
@@ -182,66 +176,53 @@ def _store(pointer, value, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _tiles(
-    gate, gate_bias, left, context, context_bias, where, mask, n, width,
-    K: tl.constexpr, KP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """A tile of the gate before its activation, and of y·contextᵀ + bias for the rows of y that the program holds."""
-    k = tl.arange(0, KP)
-    g = _load(gate + where, mask, EVEN).to(tl.float32)
-    right = _load(context + n[None, :] * K + k[:, None], (n < width)[None, :] & (k < K)[:, None], EVEN)
-    total = tl.dot(left, right)
-    if gate_bias is not None:
-        g += _load(gate_bias + n, n < width, EVEN).to(tl.float32)[None, :]
-    if context_bias is not None:
-        total += _load(context_bias + n, n < width, EVEN).to(tl.float32)[None, :]
-    return g, total
+def _biased(value, bias, n, width, EVEN: tl.constexpr):
+    value = value.to(tl.float32)
+    if bias is not None:
+        value += _load(bias + n, n < width, EVEN).to(tl.float32)[None, :]
+    return value
 
 
 @triton.jit
 def _gate_kernel(
-    gate, gate_bias, y, context, context_bias, product, rows, width, K: tl.constexpr, KP: tl.constexpr,
-    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    context, gate, gate_bias, context_bias, rows, width,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A program keeps its rows of y and goes along the gate's width."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    k = tl.arange(0, KP)
-    left = _load(y + m[:, None] * K + k[None, :], (m < rows)[:, None] & (k < K)[None, :], EVEN)
-    row = m.to(tl.int64)[:, None] * width
-    for tile in range(TILES):
-        n = (tl.program_id(1) * TILES + tile) * BN + tl.arange(0, BN)
-        where = row + n[None, :]
+    """A program goes down its columns."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    for step in range(STEPS):
+        m = (tl.program_id(1) * STEPS + step) * BM + tl.arange(0, BM)
+        where = m.to(tl.int64)[:, None] * width + n[None, :]
         mask = (m < rows)[:, None] & (n < width)[None, :]
-        g, total = _tiles(gate, gate_bias, left, context, context_bias, where, mask, n, width, K, KP, EVEN)
-        _store(product + where, (activate(g, ACTIVATION) * total).to(product.dtype.element_ty), mask, EVEN)
+        g = _biased(_load(gate + where, mask, EVEN), gate_bias, n, width, EVEN)
+        c = _biased(_load(context + where, mask, EVEN), context_bias, n, width, EVEN)
+        _store(context + where, (activate(g, ACTIVATION) * c).to(context.dtype.element_ty), mask, EVEN)
 
 
 @triton.jit
 def _gate_backward_kernel(
-    gate, gate_bias, y, context, context_bias, grad, grad_context, product, sums, rows, width,
-    K: tl.constexpr, KP: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    grad, context, grad_context, sums, gate, gate_bias, context_bias, rows, width,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """`grad` holds the product's gradient and receives the gate's."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    k = tl.arange(0, KP)
-    left = _load(y + m[:, None] * K + k[None, :], (m < rows)[:, None] & (k < K)[None, :], EVEN)
-    row = m.to(tl.int64)[:, None] * width
-    kind = product.dtype.element_ty
-    for tile in range(TILES):
-        n = (tl.program_id(1) * TILES + tile) * BN + tl.arange(0, BN)
-        where = row + n[None, :]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    kind = grad.dtype.element_ty
+    gate_sum = tl.zeros((BM, BN), tl.float32)
+    context_sum = tl.zeros((BM, BN), tl.float32)
+    for step in range(STEPS):
+        m = (tl.program_id(1) * STEPS + step) * BM + tl.arange(0, BM)
+        where = m.to(tl.int64)[:, None] * width + n[None, :]
         mask = (m < rows)[:, None] & (n < width)[None, :]
         d = _load(grad + where, mask, EVEN).to(tl.float32)
-        g, total = _tiles(gate, gate_bias, left, context, context_bias, where, mask, n, width, K, KP, EVEN)
+        g = _biased(_load(gate + where, mask, EVEN), gate_bias, n, width, EVEN)
+        c = _biased(_load(context + where, mask, EVEN), context_bias, n, width, EVEN)
         value, slope = _activate_with_slope(g, ACTIVATION)
-        _store(product + where, (value * total).to(kind), mask, EVEN)
         by_context = value * d
+        by_gate = slope * c * d
+        _store(context + where, (value * c).to(kind), mask, EVEN)
         _store(grad_context + where, by_context.to(kind), mask, EVEN)
-        by_gate = slope * total * d
         _store(grad + where, by_gate.to(kind), mask, EVEN)
-        partial = sums + tl.program_id(0).to(tl.int64) * 2 * width + n
-        if gate_bias is not None:
-            _store(partial, tl.sum(by_gate, 0), n < width, EVEN)
-        if context_bias is not None:
-            _store(partial + width, tl.sum(by_context, 0), n < width, EVEN)
+        gate_sum += by_gate
+        context_sum += by_context
+    partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n
+    tl.store(partial, tl.sum(gate_sum, 0), mask=n < width)
+    tl.store(partial + width, tl.sum(context_sum, 0), mask=n < width)

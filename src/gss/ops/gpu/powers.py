@@ -4,8 +4,6 @@ No table of powers is written anywhere: a program makes the tile of a^k that it 
 in float64 and the sine and cosine taken in float32; the products are float32, as three tensor-core products each.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -43,16 +41,32 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
     return torch.view_as_complex(out.sum(0) if splits > 1 else out[0])
 
 
-def evaluate_half(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
-    """As `evaluate`, by one product of float16 operands with a table of all powers; for many rows."""
-    left = torch.cat([weights.real, -weights.imag], dim=-1)
-    return _half_product(left, table(log_a, length))
+def evaluate_half(weights: Tensor, powers: Tensor, length: int) -> Tensor:
+    """As `evaluate`, by one product of float16 operands with a `table` of powers."""
+    modes = weights.shape[-1]
+    packed = torch.empty(*weights.shape[:-1], 2 * modes, dtype=torch.float16, device=weights.device)
+    scale = torch.empty(weights.shape[:-1], device=weights.device)
+    # Re(w·a) = Re w · Re a − Im w · Im a; a lazily conjugated w has its other sign in memory.
+    sign = 1.0 if weights.is_conj() else -1.0
+    weights = (weights.conj() if weights.is_conj() else weights).contiguous()
+    _pack_modes_kernel[(scale.numel(),)](
+        torch.view_as_real(weights), packed, scale, sign, modes, BN=triton.next_power_of_2(modes), num_warps=4
+    )
+    return _product(packed, powers[..., :length]).mul_(scale.unsqueeze(-1))
 
 
-def project_half(values: Tensor, log_a: Tensor) -> Tensor:
-    """As `project`, by one product of float16 operands with a table of all powers; for many rows."""
-    sums = _half_product(values, table(log_a, values.shape[-1]).transpose(1, 2)).unflatten(-1, (2, -1))
-    return torch.complex(sums[..., 0, :], sums[..., 1, :])
+def project_half(values: Tensor, powers: Tensor) -> Tensor:
+    """As `project`, by one product of float16 operands with a `table` of powers."""
+    groups, rows, length = values.shape
+    modes = powers.shape[1] // 2
+    values = values.contiguous()
+    packed = torch.empty(values.shape, dtype=torch.float16, device=values.device)
+    scale = torch.empty(groups, rows, device=values.device)
+    _pack_kernel[(groups * rows,)](values, packed, scale, length, BL=triton.next_power_of_2(length), num_warps=8)
+    sums = _product(packed, powers[..., :length].transpose(1, 2))
+    out = torch.empty(groups, rows, modes, 2, device=values.device)
+    _unpack_modes_kernel[(groups * rows,)](sums, scale, out, modes, BN=triton.next_power_of_2(modes), num_warps=4)
+    return torch.view_as_complex(out)
 
 
 def table(log_a: Tensor, length: int) -> Tensor:
@@ -64,13 +78,11 @@ def table(log_a: Tensor, length: int) -> Tensor:
     return out
 
 
-def _half_product(left: Tensor, right: Tensor) -> Tensor:
-    """A product in float32 of float32 rows, rounded to float16 after division by their maximum, and float16."""
-    scale = torch.linalg.vector_norm(left, math.inf).clamp(min=1e-30)
-    scaled = torch.div(left, scale, out=torch.empty_like(left, dtype=torch.float16))
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """In float32, of float16 operands."""
     if left.is_cuda:
-        return torch.bmm(scaled, right, out_dtype=torch.float32).mul_(scale)
-    return torch.bmm(scaled.float(), right.float()).mul_(scale)
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())
 
 
 @triton.jit
@@ -148,3 +160,46 @@ def _table_kernel(log_a, out, length, MODES: tl.constexpr, BN: tl.constexpr, BL:
     mask = exists[:, None] & (k < length)[None, :]
     tl.store(at, re.to(tl.float16), mask=mask)
     tl.store(at + MODES * length, im.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def _largest(first, second):
+    """The largest magnitude of a row in one or two parts, at least a tiny one."""
+    return tl.maximum(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0)), 1e-30)
+
+
+@triton.jit
+def _pack_modes_kernel(weights, packed, scale, sign, MODES: tl.constexpr, BN: tl.constexpr):
+    """A row of complex numbers as real parts, then signed imaginary parts, in float16 over their largest."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BN)
+    mask = n < MODES
+    re = tl.load(weights + (row * MODES + n) * 2, mask=mask, other=0.0)
+    im = tl.load(weights + (row * MODES + n) * 2 + 1, mask=mask, other=0.0) * sign
+    largest = _largest(re, im)
+    tl.store(packed + row * 2 * MODES + n, (re / largest).to(tl.float16), mask=mask)
+    tl.store(packed + row * 2 * MODES + MODES + n, (im / largest).to(tl.float16), mask=mask)
+    tl.store(scale + row, largest)
+
+
+@triton.jit
+def _pack_kernel(values, packed, scale, length, BL: tl.constexpr):
+    """A row of real numbers in float16 over their largest."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BL)
+    v = tl.load(values + row * length + k, mask=k < length, other=0.0)
+    largest = _largest(v, v)
+    tl.store(packed + row * length + k, (v / largest).to(tl.float16), mask=k < length)
+    tl.store(scale + row, largest)
+
+
+@triton.jit
+def _unpack_modes_kernel(sums, scale, out, MODES: tl.constexpr, BN: tl.constexpr):
+    """Real parts, then imaginary parts, as complex numbers, times the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BN)
+    mask = n < MODES
+    largest = tl.load(scale + row)
+    at = out + (row * MODES + n) * 2
+    tl.store(at, tl.load(sums + row * 2 * MODES + n, mask=mask, other=0.0) * largest, mask=mask)
+    tl.store(at + 1, tl.load(sums + row * 2 * MODES + MODES + n, mask=mask, other=0.0) * largest, mask=mask)
