@@ -152,8 +152,9 @@ def test_tokens_stream_in_and_show_their_alternatives(visit: Visit) -> None:
     assert visit.text.startswith("the cat ")
     assert page.locator(".token.given").count() == 8
     for name in ("speed", "first", "written", "read", "bits"):
-        assert re.match(r"[\d.]+", page.inner_text(f"#{name}"))
-    api.expect(page.locator("#state")).to_contain_text("a Transformer's cache at 409 tokens")  # with the start of the document
+        api.expect(page.locator(f"#{name}")).to_have_text(re.compile(r"^[\d.]+"))
+    # 400, the prompt's 8 and the start of the document.
+    api.expect(page.locator("#state")).to_contain_text("a Transformer's cache at 409 tokens")
     api.expect(page.locator(".here-name")).to_contain_text("409 tokens")
 
     token = written.nth(3)
