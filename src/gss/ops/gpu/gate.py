@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = {"BM": 8, "BN": 256, "STEPS": 64, "num_warps": 4}
+_TILE = {"BM": 4, "BN": 256, "STEPS": 64, "num_warps": 4}
 
 
 def gate_product_(
@@ -176,11 +176,11 @@ def _store(pointer, value, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _biased(value, bias, n, width, EVEN: tl.constexpr):
-    value = value.to(tl.float32)
-    if bias is not None:
-        value += _load(bias + n, n < width, EVEN).to(tl.float32)[None, :]
-    return value
+def _load_bias(bias, n, width, BN: tl.constexpr):
+    if bias is None:
+        return tl.zeros((1, BN), tl.float32)
+    else:
+        return tl.load(bias + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -190,12 +190,14 @@ def _gate_kernel(
 ):  # fmt: skip
     """A program goes down its columns."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    b2 = _load_bias(gate_bias, n, width, BN)
+    b3 = _load_bias(context_bias, n, width, BN)
     for step in range(STEPS):
         m = (tl.program_id(1) * STEPS + step) * BM + tl.arange(0, BM)
         where = m.to(tl.int64)[:, None] * width + n[None, :]
         mask = (m < rows)[:, None] & (n < width)[None, :]
-        g = _biased(_load(gate + where, mask, EVEN), gate_bias, n, width, EVEN)
-        c = _biased(_load(context + where, mask, EVEN), context_bias, n, width, EVEN)
+        g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
+        c = _load(context + where, mask, EVEN).to(tl.float32) + b3
         _store(context + where, (activate(g, ACTIVATION) * c).to(context.dtype.element_ty), mask, EVEN)
 
 
@@ -205,6 +207,8 @@ def _gate_backward_kernel(
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    b2 = _load_bias(gate_bias, n, width, BN)
+    b3 = _load_bias(context_bias, n, width, BN)
     kind = grad.dtype.element_ty
     gate_sum = tl.zeros((BM, BN), tl.float32)
     context_sum = tl.zeros((BM, BN), tl.float32)
@@ -213,8 +217,8 @@ def _gate_backward_kernel(
         where = m.to(tl.int64)[:, None] * width + n[None, :]
         mask = (m < rows)[:, None] & (n < width)[None, :]
         d = _load(grad + where, mask, EVEN).to(tl.float32)
-        g = _biased(_load(gate + where, mask, EVEN), gate_bias, n, width, EVEN)
-        c = _biased(_load(context + where, mask, EVEN), context_bias, n, width, EVEN)
+        g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
+        c = _load(context + where, mask, EVEN).to(tl.float32) + b3
         value, slope = _activate_with_slope(g, ACTIVATION)
         by_context = value * d
         by_gate = slope * c * d
