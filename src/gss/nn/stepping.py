@@ -125,8 +125,9 @@ class StateSpaceStepper:
 
     Within a block the output is what the state at the block's start still adds, computed for the whole block at
     once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
-    state. Exact, and of the state's memory traffic one part in `block` is left. A row that joins in the middle of a
-    block has zeros for the inputs that it missed, and its state counts from where it joined.
+    state. Exact, in the state's precision under autocast too, and of the state's memory traffic one part in `block` is
+    left. A row that joins in the middle of a block has zeros for the inputs that it missed, and its state counts from
+    where it joined.
     """
 
     def __init__(self, space: "DiagonalStateSpace", modes: Tensor, block: int) -> None:
@@ -153,7 +154,8 @@ class StateSpaceStepper:
         inputs = self._inputs.tensor
         inputs[:, :, read] = u[:, 0]
         recent, taps = inputs[:, :, : read + 1], self._reversed_taps[:, self._block - read - 1 :]
-        y = torch.einsum("bhw,hw->bh", recent, taps) + self._echo.tensor[:, read]
+        with torch.autocast(u.device.type, enabled=False):
+            y = torch.einsum("bhw,hw->bh", recent, taps) + self._echo.tensor[:, read]
         self._read += 1
         if self._read == self._block:
             self._modes.tensor.copy_(self._folded())
@@ -184,18 +186,20 @@ class StateSpaceStepper:
 
     def _carried(self, modes: Tensor, length: int) -> Tensor:
         """What states add to the next outputs: [B, L, H]."""
-        if self._powers is None:
-            return carried_output(modes, self._readout, self._log_a, length)
-        weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
-        return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
+        with torch.autocast(modes.device.type, enabled=False):
+            if self._powers is None:
+                return carried_output(modes, self._readout, self._log_a, length)
+            weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
+            return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
 
     def _folded(self) -> Tensor:
         signal, modes = self._inputs.tensor[:, :, : self._read].transpose(1, 2), self._modes.tensor
-        if not any(self._joined):
-            return final_state(signal, self._log_a, modes)
-        ages = torch.tensor([self._read - joined for joined in self._joined], device=modes.device)
-        decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
-        return final_state(signal, self._log_a, None) + decay * modes
+        with torch.autocast(modes.device.type, enabled=False):
+            if not any(self._joined):
+                return final_state(signal, self._log_a, modes)
+            ages = torch.tensor([self._read - joined for joined in self._joined], device=modes.device)
+            decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
+            return final_state(signal, self._log_a, None) + decay * modes
 
 
 class CacheStepper:
