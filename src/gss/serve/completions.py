@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,10 +13,16 @@ from fastapi import Request
 from gss.generate import prompt_ids
 from gss.serve.engine import DrainingError, Engine, Posts, QueueFullError, hand_over
 from gss.serve.errors import ApiError
-from gss.serve.job import Job, Piece, TokenScore
+from gss.serve.job import Failure, Job, Piece, TokenScore
 from gss.serve.limits import Limits
 from gss.serve.schemas import CompletionRequest
 from gss.serve.surface import Surfaces
+
+_FAILURES: dict[Failure, Callable[[], ApiError]] = {
+    "timeout": partial(ApiError, 408, "the request took longer than it may", code="request_timeout"),
+    "stopping": partial(ApiError, 503, "the server is stopping", code="stopping", headers={"Retry-After": "5"}),
+    "internal": partial(ApiError, 500, "the server failed; its log says why"),
+}
 
 # Texts longer than this are tokenized beside the event loop.
 QUICK_CHARACTERS = 4096
@@ -91,7 +97,7 @@ class Completion:
                 429, "as many requests wait as may: try again", code="queue_full", headers={"Retry-After": "1"}
             ) from None
         except DrainingError:
-            raise ApiError(503, "the server is about to stop", code="draining", headers={"Retry-After": "5"}) from None
+            raise _FAILURES["stopping"]() from None
 
     async def whole(self, request: Request) -> dict[str, Any] | None:
         """The answer in one; None where the client has gone."""
@@ -143,10 +149,8 @@ class Completion:
         going = len(self._jobs) * self._n
         while going:
             number, piece = await self._pieces.get()
-            if piece.failure == "timeout":
-                raise ApiError(408, "the request took longer than it may", code="request_timeout")
             if piece.failure:
-                raise ApiError(500, "the server failed; its log says why")
+                raise _FAILURES[piece.failure]()
             prompt = self._prompts[number]
             if piece.prompt_scores:
                 scores = piece.prompt_scores[prompt.added :]

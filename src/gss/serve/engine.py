@@ -22,7 +22,7 @@ from gss.decode import Decoder
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.serve.choosing import Chooser
-from gss.serve.job import Job, Piece
+from gss.serve.job import Failure, Job, Piece
 from gss.serve.metrics import Metrics
 from gss.serve.prefix_cache import PrefixCache
 from gss.serve.reading import Reading, Readings
@@ -94,7 +94,7 @@ class Engine:
         self._lock = threading.Condition()
         self._inbox: list[Job] = []
         self._outstanding: set[Job] = set()
-        self._draining = self._stopping = False
+        self._draining = self._abandoning = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="gss-engine", daemon=True)
 
     # ---- for other threads
@@ -143,6 +143,12 @@ class Engine:
             self._draining = True
             return self._lock.wait_for(lambda: not self._outstanding, seconds)
 
+    def abandon(self) -> None:
+        """Take no more jobs and fail those that are there."""
+        with self._lock:
+            self._draining = self._abandoning = True
+            self._lock.notify_all()
+
     def stop(self) -> None:
         """End the thread after the turn it is in."""
         with self._lock:
@@ -190,11 +196,12 @@ class Engine:
     def _drop_unwanted(self) -> None:
         now = time.monotonic()
         with self._lock:
-            unwanted = {job for job in self._outstanding if job.cancelled or job.deadline < now}
+            unwanted = {j for j in self._outstanding if j.cancelled or j.deadline < now or self._abandoning}
             unwanted.difference_update(self._inbox)  # those come with the next turn
         if not unwanted:
             return
-        self._posts += [(job, Piece(0, failure="timeout")) for job in unwanted if not job.cancelled]
+        failure: Failure = "stopping" if self._abandoning else "timeout"
+        self._posts += [(job, Piece(0, failure=failure)) for job in unwanted if not job.cancelled]
         self._waiting = deque(job for job in self._waiting if job not in unwanted)
         self._readings.drop(lambda job: job in unwanted)
         self._leave([place for place, row in enumerate(self._running) if row.job in unwanted])

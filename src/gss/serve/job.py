@@ -7,7 +7,7 @@ from typing import Any, Literal
 from gss.generate import Sampling
 
 Finish = Literal["stop", "length"]
-Failure = Literal["timeout", "internal"]
+Failure = Literal["timeout", "stopping", "internal"]
 
 
 @dataclass(frozen=True, slots=True)

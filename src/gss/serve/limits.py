@@ -34,7 +34,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            least = 0 if field.name in ("queue", "logprobs", "stop") else 1
-            value = getattr(self, field.name)
-            if not value >= least:
-                raise ValueError(f"the limit {field.name} must be at least {least}, not {value}")
+            value, may_be_none = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")
+            if not (value > 0 or (may_be_none and value == 0)):
+                raise ValueError(
+                    f"the limit {field.name} must be {'at least' if may_be_none else 'over'} 0, not {value}"
+                )

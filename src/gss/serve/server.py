@@ -1,6 +1,8 @@
 """The process: a socket, an engine in its thread, uvicorn in front, and an orderly end."""
 
+import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -68,18 +70,32 @@ def serve(
         lifespan="off",
         ws="none",
         limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(drain_seconds) + 10,
     )
+    server = _Server(config, engine, drain_seconds)
     with _listening(host, port) as listener:
+        # For a signal before uvicorn listens to it, and for its raising it again when it has shut down.
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
         engine.start()
-        # uvicorn raises the signal again once it has shut down; by then everything has been done.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
         ready(_address(listener))
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                uvicorn.Server(config).run(sockets=[listener])
+                server.run(sockets=[listener])
         finally:
             engine.stop()
+
+
+class _Server(uvicorn.Server):
+    """Tells the engine when it shuts down: nothing new from then on, and nothing old after a while."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._drain_seconds = engine, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.drain(0)
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._engine.abandon)
+        await super().shutdown(sockets)
 
 
 def _listening(host: str, port: int) -> socket.socket:

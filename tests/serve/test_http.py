@@ -1,0 +1,355 @@
+"""The HTTP interface inside this process: what it answers, what it refuses and how."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+import gss
+from gss.data import load_tokenizer
+from gss.generate import Sampling, generate
+from gss.serve.app import PAGE
+from gss.serve.limits import Limits
+from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
+
+LIMITS = Limits(
+    body_bytes=20_000, prompt_tokens=600, max_tokens=100, n=4, sequences=6, logprobs=5, stop=2, stop_characters=8
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> gss.LanguageModel:
+    return lively_model(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def client(model: gss.LanguageModel) -> Iterator[TestClient]:
+    with app_of(model, LIMITS, preset="gss-tiny", step=3) as app:
+        yield TestClient(app, raise_server_exceptions=False)
+
+
+def complete(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    answer = client.post("/v1/completions", json={"temperature": 0, "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def refused(client: TestClient, status: int, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def test_a_completion(client: TestClient, model: gss.LanguageModel) -> None:
+    answer = complete(client, prompt="Hello", max_tokens=20, model="tiny")
+    (choice,) = answer["choices"]
+    expected = alone(model, "Hello", 20)
+    assert choice == {"index": 0, "text": text_of(expected), "logprobs": None, "finish_reason": "length"}
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 20, "total_tokens": 26}
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+
+
+def test_defaults_are_openais(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "a", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    nothing = dict.fromkeys(("max_tokens", "temperature", "n", "stop", "echo", "stream", "logit_bias", "suffix"))
+    assert client.post("/v1/completions", json={"prompt": "a", **nothing}).status_code == 200
+
+
+def test_prompts_of_every_kind(client: TestClient, model: gss.LanguageModel) -> None:
+    texts = ["Hello", "", "naïve — 🙂"]
+    expected = [text_of(alone(model, text, 8)) for text in texts]
+    ids = [[256, *text.encode()] for text in texts]
+    assert [choice["text"] for choice in complete(client, prompt=texts, max_tokens=8)["choices"]] == expected
+    assert [choice["text"] for choice in complete(client, prompt=ids, max_tokens=8)["choices"]] == expected
+    assert complete(client, prompt=ids[0], max_tokens=8)["choices"][0]["text"] == expected[0]
+    assert complete(client, max_tokens=8)["choices"][0]["text"] == expected[1]
+
+
+def test_several_continuations_and_seeds(client: TestClient, model: gss.LanguageModel) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 12}
+    first, second = complete(client, **body), complete(client, **body)
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2, 3]
+    sampling = Sampling(temperature=0.9, top_p=0.95)
+    tokenizer = load_tokenizer("bytes")
+    assert texts == [
+        generate(model, tokenizer, prompt, max_tokens=12, sampling=sampling, seed=11 + number)
+        for number, prompt in enumerate(["a", "a", "b", "b"])
+    ]
+    different = {complete(client, prompt="a", temperature=1, max_tokens=20)["choices"][0]["text"] for _ in range(4)}
+    assert len(different) > 1
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_is_the_answer_in_pieces(client: TestClient, echo: bool) -> None:
+    body = {"prompt": ["naïve", "x"], "max_tokens": 30, "logprobs": 2, "n": 2, "echo": echo, "seed": 5}
+    body |= {"temperature": 0.8}
+    whole = complete(client, **body)
+    chunks = streamed(client, **body, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        pieces = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces][-1] == choice["finish_reason"]
+        assert not any(piece["finish_reason"] for piece in pieces[:-1])
+        for key, values in choice["logprobs"].items():
+            came = [value for piece in pieces for value in piece["logprobs"][key]]
+            if key == "top_logprobs":
+                assert [list(top or ()) for top in came] == [list(top or ()) for top in values]
+            else:
+                assert came == (pytest.approx(values, abs=1e-4) if key == "token_logprobs" else values)
+
+
+def test_scores(client: TestClient) -> None:
+    prompt = "Hi — you"
+    answer = complete(client, prompt=prompt, max_tokens=10, logprobs=3, echo=True, ignore_eos=True)
+    (choice,) = answer["choices"]
+    assert choice["text"].startswith(prompt)
+    scores = choice["logprobs"]
+    size = len(prompt.encode())
+    assert {len(values) for values in scores.values()} == {size + 10}
+    assert scores["tokens"][:6] == ["H", "i", " ", "bytes:\\xe2", "bytes:\\x80", "bytes:\\x94"]
+    assert scores["text_offset"][: size + 1] == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8]
+    assert all(value <= 0 for value in scores["token_logprobs"])
+    for token, own, top in zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True):
+        assert len(top) == 3
+        assert own <= max(top.values()) + 1e-6
+        assert token not in top or math.isclose(top[token], own)
+    only = complete(client, prompt=prompt, max_tokens=0, logprobs=3, echo=True)
+    assert only["choices"][0]["text"] == prompt
+    assert only["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(scores["token_logprobs"][:size], abs=1e-4)
+    ids = complete(client, prompt=[72, 105], max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"]
+    assert ids["token_logprobs"][0] is None
+    assert ids["top_logprobs"][0] is None
+
+
+def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
+    text = text_of(alone(model, "stop", 60))
+    mark = text[12:14]
+    (choice,) = complete(client, prompt="stop", max_tokens=60, stop=mark)["choices"]
+    assert choice["text"] == text[: text.index(mark)]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("status", "param", "body"),
+    [
+        (400, "n", {"n": 5}),
+        (400, "prompt", {"prompt": ["a"] * 4, "n": 2}),
+        (400, "prompt", {"prompt": ["a"] * 7}),
+        (400, "max_tokens", {"max_tokens": 101}),
+        (400, "max_tokens", {"max_tokens": 0}),
+        (400, "max_tokens", {"max_tokens": -1}),
+        (400, "logprobs", {"logprobs": 6}),
+        (400, "stop", {"stop": ["a", "b", "c"]}),
+        (400, "stop", {"stop": "a stop string that is long"}),
+        (400, "stop", {"stop": [""]}),
+        (400, "prompt", {"prompt": "x" * 600}),
+        (400, "prompt", {"prompt": [1] * 601}),
+        (400, "prompt", {"prompt": []}),
+        (400, "prompt", {"prompt": [[]]}),
+        (400, "prompt", {"prompt": [257]}),
+        (400, "temperature", {"temperature": -0.5}),
+        (400, "temperature", {"temperature": "hot"}),
+        (400, "top_p", {"top_p": 0}),
+        (400, "top_k", {"top_k": 0}),
+        (400, "seed", {"seed": 2**63}),
+        (400, "best_of", {"best_of": 3}),
+        (400, "presence_penalty", {"presence_penalty": 0.5}),
+        (400, "stream_options", {"stream_options": {"include_usage": True}}),
+        (400, "unknown", {"unknown": 1}),
+        (404, "model", {"model": "another"}),
+        (413, None, {"prompt": "x" * 20_000}),
+    ],
+)
+def test_limits(client: TestClient, status: int, param: str | None, body: dict[str, Any]) -> None:
+    error = refused(client, status, **body)
+    assert (error["param"] or "").split(".")[0] == (param or "")
+
+
+def test_bodies_that_are_none(client: TestClient) -> None:
+    as_json = {"content-type": "application/json"}
+    for content in (
+        b"",
+        b"{",
+        b"[1",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b"\x00",
+        b"1",
+    ):
+        answer = client.post("/v1/completions", content=content, headers=as_json)
+        assert answer.status_code == 400, content
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    deep = b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}"
+    assert client.post("/v1/completions", content=deep, headers=as_json).status_code == 400
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+        assert answer.status_code == 415, kind
+
+    def chunks() -> Iterator[bytes]:  # no Content-Length: counted as it comes
+        yield b'{"prompt": "'
+        for _ in range(30):
+            yield b"x" * 1000
+
+    assert client.post("/v1/completions", content=chunks(), headers=as_json).status_code == 413
+
+
+def test_errors_say_nothing_of_values_or_places(client: TestClient) -> None:
+    secret = "a secret that must not come back"
+    for body in ({"prompt": {"x": secret}}, {"temperature": secret}, {"stop": [1, secret]}, {"model": secret}):
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code in (400, 404)
+        assert secret not in answer.text
+        assert "/" not in answer.text.replace("/v1/models", "")
+    assert client.get("/no/such/place").json()["error"]["message"] == "there is no such address"
+    assert client.post("/v1/models").status_code == 405
+
+
+def test_models(client: TestClient) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert client.get("/v1/models/tiny").json() == card
+    assert card["id"] == "tiny"
+    assert client.get("/v1/models/another").status_code == 404
+
+
+def test_tokens(client: TestClient) -> None:
+    answer = client.post("/v1/tokenize", json={"prompt": "é!"}).json()
+    assert answer == {"tokens": [0xC3, 0xA9, 33], "pieces": ["bytes:\\xc3", "bytes:\\xa9", "!"], "count": 3}
+    assert client.post("/v1/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "é!"}
+    assert client.post("/v1/detokenize", json={"tokens": [999]}).status_code == 400
+    assert client.post("/v1/detokenize", json={"tokens": [-1]}).status_code == 400
+
+
+def test_what_the_model_is(client: TestClient, model: gss.LanguageModel) -> None:
+    facts = client.get("/v1/model").json()
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert facts["state"] == {"bounded": True, "bytes_per_sequence": 8 + 2 * 4 * 4 * 2 * 4, "bytes_per_token": 0}
+    assert facts["transformer"]["kv_cache_bytes_per_token"] == 2 * 2 * 16 * 4
+    layers = facts["time_constants"]["layers"]
+    assert [layer["layer"] for layer in layers] == [0, 1]
+    for layer in layers:
+        assert sum(layer["histogram"]) == layer["modes"] == 4
+        assert len(layer["histogram"]) == len(facts["time_constants"]["edges"]) - 1
+        levels = list(layer["quantiles"].values())
+        assert levels == sorted(levels)
+    assert facts["limits"]["n"] == 4
+    assert facts["preset"] == "gss-tiny"
+
+
+def test_a_transformers_state_grows() -> None:
+    model = lively_model("transformer-tiny", width=16, depth=2, feedforward_width=24, **{"attention.heads": 2})
+    with app_of(model) as app:
+        facts = TestClient(app).get("/v1/model").json()
+    assert not facts["state"]["bounded"]
+    assert facts["state"]["bytes_per_token"] == facts["transformer"]["kv_cache_bytes_per_token"] == 2 * 2 * 16 * 4
+    assert facts["time_constants"]["layers"] == []
+
+
+def test_metrics(client: TestClient) -> None:
+    def read() -> dict[str, float]:
+        answer = client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = read()
+    complete(client, prompt="count me", max_tokens=10, ignore_eos=True)
+    after = read()
+    assert after["gss_generated_tokens_total"] - before["gss_generated_tokens_total"] == 10
+    assert after["gss_prompt_tokens_total"] - before["gss_prompt_tokens_total"] == 9
+    completed = 'gss_requests_total{route="/v1/completions",status="200"}'
+    assert after[completed] - before.get(completed, 0) == 1
+    assert after['gss_step_seconds_bucket{le="+Inf"}'] == after["gss_step_seconds_count"]
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    for route in app.routes:
+        for method in sorted(getattr(route, "methods", ["GET"])):
+            yield method, getattr(route, "path", "").replace("{model}", "tiny")
+
+
+def test_every_route_asks_for_the_key(model: gss.LanguageModel) -> None:
+    page = {"/", *(f"/{path.relative_to(PAGE).as_posix()}" for path in PAGE.rglob("*") if path.is_file())}
+    with app_of(model, api_key="the key") as app:
+        client = TestClient(app)
+        asked = list(routes(app))
+        assert any(isinstance(route, APIRoute) for route in app.routes)
+        assert {"/v1/completions", "/v1/models", "/v1/model", "/v1/tokenize", "/metrics", "/openapi.json"} <= {
+            path for _, path in asked
+        }
+        for method, path in [*asked, ("GET", "/no/such/place"), ("GET", "/health/")]:
+            wrong = (
+                {},
+                {"authorization": "Bearer another key"},
+                {"authorization": "the key"},
+                {"authorization": b"Bearer \xe9"},
+            )
+            statuses = {client.request(method, path, headers=headers).status_code for headers in wrong}
+            if path == "/health" or path in page:
+                assert statuses == {200}, path
+            else:
+                assert statuses == {401}, path
+                answer = client.request(method, path, headers={"authorization": "Bearer the key"})
+                assert answer.status_code != 401
+        error = client.get("/v1/models")
+        assert error.json()["error"]["code"] == "invalid_api_key"
+        assert error.headers["www-authenticate"] == "Bearer"
+
+
+def test_other_host_names_are_refused(model: gss.LanguageModel) -> None:
+    """Without a key, a page that resolves its own name to this machine gets nothing."""
+    with app_of(model, hosts={"127.0.0.1", "localhost", "[::1]"}) as app:
+        client = TestClient(app)
+        for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in ("evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example:8000"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 403, host
+
+
+def test_a_full_queue(model: gss.LanguageModel) -> None:
+    with app_of(model, Limits(queue=0), rows=2) as app:
+        error = refused(TestClient(app), 429, prompt=["a", "b", "c"])
+        assert error["code"] == "queue_full"
+        assert complete(TestClient(app), prompt=["a", "b"])["usage"]["prompt_tokens"] == 4
+        assert refused(TestClient(app), 400, prompt="a", n=3)["param"] == "n"
+
+
+def test_time_is_limited(model: gss.LanguageModel) -> None:
+    with app_of(model, Limits(seconds=0.3, max_tokens=10**6)) as app:
+        client = TestClient(app)
+        body = {"prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
+        assert refused(client, 408, **body)["code"] == "request_timeout"
+        answer = client.post("/v1/completions", json={**body, "stream": True})
+        assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "request_timeout"
+
+
+def test_the_page(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert answer.headers["content-type"].startswith("text/html")
+    assert client.get("/../app.py").status_code == 404
+    assert client.get("/health").json() == {"status": "ok"}

@@ -1,0 +1,185 @@
+"""`gss serve` as a process of its own, with the clients that people use."""
+
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import gss
+from gss.cli import app
+from tests.serve.serving import Server, alone, lively_model, save_run, serving, text_of
+
+KEY = "a key of the tests"
+
+
+@pytest.fixture(scope="module")
+def model() -> gss.LanguageModel:
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(model, tmp_path_factory.mktemp("serve") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Server]:
+    with serving(run, "--api-key", KEY) as server:
+        yield server
+
+
+def test_the_openai_client(server: Server, model: gss.LanguageModel) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    (card,) = client.models.list()
+    assert card.id == client.models.retrieve("tiny").id == "tiny"
+    expected = text_of(alone(model, "Hello", 40))
+    options: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 40, "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(**options)
+    assert answer.choices[0].text == expected
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 40
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.tokens or []) == 40
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    assert len(chunks) > 3
+    assert chunks[-1].usage == answer.usage
+    sampled = client.completions.create(model="tiny", prompt=["a", "b"], n=2, seed=3, extra_body={"top_k": 5})
+    assert len(sampled.choices) == 4
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl(server: Server, model: gss.LanguageModel) -> None:
+    def curl(body: dict[str, Any]) -> str:
+        command = ["curl", "-sSN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json"]
+        command += ["-H", f"Authorization: Bearer {KEY}", "-d", json.dumps(body)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    body = {"prompt": "Hello", "max_tokens": 20, "temperature": 0}
+    expected = text_of(alone(model, "Hello", 20))
+    assert json.loads(curl(body))["choices"][0]["text"] == expected
+    events = [line.removeprefix("data: ") for line in curl({**body, "stream": True}).split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
+
+
+def ask(server: Server, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection, connection.getresponse()
+
+
+def running(server: Server) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    page = connection.getresponse().read().decode()
+    connection.close()
+    return float(page.partition("\ngss_running_sequences ")[2].split()[0])
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_forgotten(server: Server, stream: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 4096, "ignore_eos": True, "stream": stream, "n": 8}
+    if stream:
+        connection, response = ask(server, body)
+        response.readline()
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    wait_for(lambda: running(server) == 8)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    wait_for(lambda: running(server) == 0)
+
+
+def test_sigterm_drains(run: Path, model: gss.LanguageModel) -> None:
+    """What is running ends as it should, nothing new is taken, and the process leaves with status 0."""
+    with serving(run, "--drain", "60") as server:
+        _, response = ask(server, {"prompt": "drain", "max_tokens": 600, "temperature": 0, "stream": True})
+        first = response.readline()
+        server.process.send_signal(signal.SIGTERM)
+
+        def refused() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", server.port), timeout=5).close()
+            except OSError:
+                return True
+            return False
+
+        wait_for(refused)
+        rest = response.read()
+        events = (first + rest).decode().split("data: ")
+        assert events[-1].strip() == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events[1:-1])
+        assert text == text_of(alone(model, "drain", 600))
+        assert server.process.wait(60) == 0
+
+
+def test_a_drain_does_not_wait_for_ever(run: Path) -> None:
+    with serving(run, "--drain", "1", "--max-tokens", "1000000") as server:
+        _, response = ask(server, {"prompt": "x", "max_tokens": 10**6, "ignore_eos": True, "stream": True})
+        response.readline()
+        started = time.monotonic()
+        status, said = server.stop()
+        assert time.monotonic() - started < 20
+        assert status == 0
+        assert "Traceback" not in said
+
+
+def gss_serve(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+def test_others_are_warned_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr("gss.serve.server.serve", lambda loaded, **options: served.append(options))
+    warned = [
+        "no API key is set" in " ".join(gss_serve(run, *options).stderr.split())
+        for options in ((), ("--host", "0.0.0.0"), ("--host", "0.0.0.0", "--api-key", "x"), ("--host", "::1"))
+    ]
+    assert warned == [False, True, False, False]
+    assert [options["api_key"] for options in served] == [None, None, "x", None]
+    monkeypatch.setenv("GSS_API_KEY", "from the environment")
+    gss_serve(run)
+    assert served[-1]["api_key"] == "from the environment"
+    assert served[-1]["host"] == "127.0.0.1"
+
+
+def test_bad_calls(run: Path, server: Server, tmp_path: Path) -> None:
+    for arguments, reason in (
+        ((tmp_path,), "is not a run folder"),
+        ((run, "--port", server.port), "cannot listen on 127.0.0.1"),
+        ((run, "--api-key", " "), "the API key is empty"),
+        ((run, "--max-seconds", 0), "must be over 0"),
+    ):
+        result = gss_serve(*arguments)
+        assert isinstance(result.exception, ValueError | OSError)
+        assert reason in str(result.exception)
