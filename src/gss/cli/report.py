@@ -27,13 +27,14 @@ def report_command(
         str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Score anew, whatever scores are kept.")] = False,
+    device: Annotated[str, typer.Option(help="Where to score: cpu, cuda, or auto.")] = "auto",
     prompt: Annotated[
         str | None, typer.Option(help="What samples go on from. Default: the run's own newest sample.")
     ] = None,
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
     from gss.cli.progress import share_bar
-    from gss.cli.use import _whole_numbers
+    from gss.cli.use import _device, _whole_numbers
     from gss.report import write_report
 
     target = out or Path(f"report.{form}")
@@ -46,6 +47,7 @@ def report_command(
             max_tokens=max_tokens,
             lengths=_whole_numbers(lengths) if lengths is not None else None,
             again=again,
+            device=_device(device),
             prompt=prompt,
             show=show,
         )

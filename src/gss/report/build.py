@@ -32,6 +32,7 @@ def write_report(
     max_tokens: int = BUDGET,
     lengths: Sequence[int] | None = None,
     again: bool = False,
+    device: str = "cpu",
     prompt: str | None = None,
     show: Callable[[str, float], None] = lambda stage, share: None,
 ) -> Path:
@@ -42,6 +43,7 @@ def write_report(
     max_tokens      most held-out tokens to score a run on at each length; 0: score nothing
     lengths         lengths to score at; None: the paper's, as far as documents reach
     again           score anew, whatever scores are kept
+    device          where runs are scored
     prompt          what samples go on from; None: the run's own newest sample if it has one, else a new document
     show            called with what is being done and the share of it that is done
     """
@@ -54,7 +56,7 @@ def write_report(
     if target.is_dir():
         raise ValueError(f"{target} is a folder: give a file for the report, for example {target / f'report.{form}'}")
     found = read_runs([Path(run) for run in runs])
-    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show, again) for run in found]
+    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show, again, device) for run in found]
     target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():

@@ -42,13 +42,20 @@ def same_tokens(scored: Sequence[Scores]) -> bool:
 
 
 def scores(
-    run: Run, data: Path | None, max_tokens: int, lengths: Sequence[int] | None, show: Show, again: bool = False
+    run: Run,
+    data: Path | None,
+    max_tokens: int,
+    lengths: Sequence[int] | None,
+    show: Show,
+    again: bool = False,
+    device: str = "cpu",
 ) -> Scores:
     """The scores of a run's newest checkpoint on its own validation data, or on a corpus at `data`.
 
     max_tokens      most targets to score where scores must be computed; 0: compute nothing
     lengths         None: the paper's, as far as documents reach
     again           compute, whatever is kept
+    device          where to compute; the model is on the CPU before and after
     """
     if run.loaded is None:
         return Scores(None, missing=f"no scores: {run.trouble}")
@@ -62,13 +69,16 @@ def scores(
     except (ValueError, OSError) as error:
         return Scores(None, missing=f"no scores: {error}")
     wanted = lengths or _lengths(run, dataset, max_tokens)
-    result = evaluate(
-        run.loaded.model,
-        dataset,
-        wanted,
-        max_tokens=max_tokens,
-        report=lambda done, total: show(f"scoring {run.name}", done / total),
-    )
+    try:
+        result = evaluate(
+            run.loaded.model.to(device),
+            dataset,
+            wanted,
+            max_tokens=max_tokens,
+            report=lambda done, total: show(f"scoring {run.name}", done / total),
+        )
+    finally:
+        run.loaded.model.to("cpu")
     keep(run.folder, run.loaded.step, dataset, result)
     return Scores(result, dataset.hash, dataset.unigram_entropy)
 
