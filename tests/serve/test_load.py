@@ -1,0 +1,136 @@
+"""Many streams at once, for long: no error, the answers of each as if it were alone, and memory that stays."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import gss
+from tests.serve.serving import Server, alone, lively_model, save_run, serving, text_of
+
+STREAMS = 64
+
+
+@dataclass
+class Load:
+    """What came of it."""
+
+    answers: int = 0
+    tokens: int = 0
+    wrong: list[str] = field(default_factory=list)
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds, and bytes of resident memory."""
+
+
+def sure(model: gss.LanguageModel, count: int) -> dict[tuple[str, int], str]:
+    """Prompts and numbers of tokens with the greedy text of each alone, none of which has a close call in it.
+
+    Side by side and alone, sums are rounded differently: where two tokens are as good as equally likely, either may be
+    chosen, and nothing is wrong with that.
+    """
+    draw = random.Random(0)
+    cases: dict[tuple[str, int], str] = {}
+    while len(cases) < count:
+        prompt = "".join(draw.choice("abcdefgh —ü") for _ in range(draw.choice([1, 5, 30, 100, 300])))
+        tokens = draw.choice([8, 24, 60, 120])
+        produced = alone(model, prompt, tokens)
+        with torch.no_grad():
+            ids = [256, *prompt.encode(), *produced]
+            logits = model(torch.tensor([ids]))[0][0, -len(produced) - 1 :]
+        first, second = logits.topk(2).values.unbind(-1)
+        if (first - second).min() > 1e-3:
+            cases[prompt, tokens] = text_of(produced)
+    assert len(set(cases.values())) > count / 2
+    return cases
+
+
+async def stream(server: Server, prompt: str, tokens: int) -> str:
+    """One streamed completion over a connection of its own; its text."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
+    writer.write("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+    answer = await reader.read()
+    writer.close()
+    status, _, content = answer.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 200"), answer
+    text, done = "", False
+    while content:  # chunks, each an event
+        size, _, rest = content.partition(b"\r\n")
+        event, content = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+        if event.startswith(b"data: {"):
+            text += json.loads(event[6:])["choices"][0]["text"]
+        done |= event == b"data: [DONE]\n\n"
+    assert done, answer
+    return text
+
+
+async def run_load(server: Server, cases: dict[tuple[str, int], str], seconds: float) -> Load:
+    load = Load()
+    process = psutil.Process(server.process.pid)
+    started = time.monotonic()
+    keys = list(cases)
+
+    async def client(number: int) -> None:
+        draw = random.Random(number)
+        while time.monotonic() - started < seconds:
+            prompt, tokens = draw.choice(keys)
+            text = await stream(server, prompt, tokens)
+            load.answers += 1
+            load.tokens += tokens
+            if text != cases[prompt, tokens]:
+                load.wrong.append(f"{prompt!r}: {text!r} instead of {cases[prompt, tokens]!r}")
+
+    async def watch() -> None:
+        while True:
+            load.samples.append((time.monotonic() - started, process.memory_info().rss))
+            await asyncio.sleep(0.25)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(client(number) for number in range(STREAMS)))
+    watching.cancel()
+    return load
+
+
+def check_load(run: Path, model: gss.LanguageModel, seconds: float) -> None:
+    cases = sure(model, 24)
+    with serving(run) as server:
+        load = asyncio.run(run_load(server, cases, seconds))
+        status, said = server.stop()
+    assert not load.wrong, load.wrong[:3]
+    assert load.answers > STREAMS
+    warm, last = (
+        statistics.median(size for at, size in load.samples if first <= at / seconds < end)
+        for first, end in ((0.25, 0.35), (0.9, 1.0))
+    )
+    growth = last / warm - 1
+    print(f"{load.answers} answers, {load.tokens / seconds:,.0f} tokens/s, memory {warm / 2**20:.1f} MiB {growth:+.2%}")
+    assert growth < 0.02, f"memory grew by {growth:.1%}, from {warm:,} to {last:,} bytes"
+    assert status == 0
+    assert "Traceback" not in said
+
+
+@pytest.fixture(scope="module")
+def model() -> gss.LanguageModel:
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(model, tmp_path_factory.mktemp("load") / "tiny")
+
+
+def test_sixty_four_streams_for_a_minute(run: Path, model: gss.LanguageModel) -> None:
+    check_load(run, model, 60)
+
+
+@pytest.mark.soak
+def test_sixty_four_streams_for_ten_minutes(run: Path, model: gss.LanguageModel) -> None:
+    check_load(run, model, 600)
