@@ -140,7 +140,9 @@ def _memory(runs: list[Run]) -> list[Section]:
             continue
         section.blocks += memory_pictures(f"{_file_name(run.name)}-{index + 1}", spaces)
         if spaces.start is None:
-            section.blocks.append(Note("The run folder has no seed, so the start cannot be drawn again."))
+            section.blocks.append(
+                Note("Where this model started is not known: its folder has no seed, or was imported.")
+            )
     section.intro = (
         "A mode λ fades as exp(Re λ · t) and turns as exp(i · Im λ · t); a kernel is a sum of such modes. The start is "
         "drawn again from the run's seed."

@@ -52,7 +52,7 @@ class Memory:
 
     now: list[Space]
     start: list[Space] | None
-    """None where the start cannot be drawn again: the run folder has no seed."""
+    """None where the start cannot be drawn again: the folder has no seed, or the run was imported."""
 
 
 def memory(run: Run) -> Memory | None:
@@ -62,7 +62,9 @@ def memory(run: Run) -> Memory | None:
     now = spaces(run.loaded.model)
     if not now:
         return None
-    return Memory(now, spaces(_at_start(run)) if "seed" in run.config else None)
+    # What was imported may have changed on the way (a grown vocabulary moves every later draw).
+    trained_here = "seed" in run.config and run.environment
+    return Memory(now, spaces(_at_start(run)) if trained_here else None)
 
 
 def _at_start(run: Run) -> LanguageModel:
