@@ -21,8 +21,8 @@ from gss.ops.recurrence import carried_output, final_state, transition
 UNROLL = 8
 """Steps in the graph that chooses its own tokens: one launch for that many."""
 
-_WIDEST = 8192
-_MOST_CHANNELS = 2048
+_WIDEST = 4096
+_MOST_CHANNELS = 1024
 _LONGEST_BLOCK = 128
 # Buffers this many times too large for their rows are replaced by smaller ones.
 _SPARSE = 4
@@ -75,7 +75,7 @@ class GraphDecoder:
         self._weights = weights or prepare(model, block)
         device = self._weights.head.device
         self._on_gpu = device.type == "cuda"
-        self._overlap = self._on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._capability = torch.cuda.get_device_capability(device) if self._on_gpu else (0, 0)
         self._given_tiles = tiles
         with torch.autocast(device.type, enabled=False):
             self._spaces = [layer.state_space.discretized() for layer in _layers(model)]
@@ -168,7 +168,7 @@ class GraphDecoder:
     def _make_room(self, batch: int) -> None:
         """Buffers for so many rows; their graphs are captured when they are first used."""
         before, rows = getattr(self, "_buffers", None), len(self._joined)
-        self._tiles = self._given_tiles or Tiles.for_batch(batch, self._overlap)
+        self._tiles = self._given_tiles or Tiles.for_batch(batch, self._capability)
         self._buffers = Buffers(self._weights, batch, self._tiles)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if before is not None:

@@ -7,8 +7,8 @@ sizes of the 192M preset in bytes: a layer's weights are 8.9 MB (gate and inner,
 What stands between a kernel and that floor is latency: a product of 2 µs of bytes waits for the one before it,
 starts, loads, reduces. Each kernel here therefore loads its weights, which depend on nothing, *before* it waits for
 the kernel before it (`ready`, programmatic dependent launch), a tile of some 16 KB a program held in registers; only
-the small vectors are loaded after. As registers hold little more than one kernel's weights, those of the kernel after
-the next one are asked for too, as far as the cache. Three kernels a layer:
+the small vectors are loaded after. (Asking for the weights of the kernel after the next one too, as far as the cache,
+gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain from one to the next.) Three a layer:
 
 1. `gate_inner_one`: norm, then [gate; inner] with bias and activation. Further programs of the same launch compute
    what earlier tokens add to this one's output of the state space (`earlier_outputs`), which needs none of it.
@@ -30,37 +30,6 @@ def ready(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def prefetch(places):
-    """Ask for what is at these addresses to come to the second-level cache, in lines of 128 bytes."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [places.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch_rows(weight_at, row, rows, start, K: tl.constexpr, LENGTH: tl.constexpr, AHEAD: tl.constexpr):
-    """`prefetch` LENGTH columns from `start` of these rows of a bfloat16 matrix [rows, K]."""
-    if AHEAD:
-        LINES: tl.constexpr = triton.next_power_of_2((LENGTH + 63) // 64)
-        line = tl.minimum(start + tl.arange(0, LINES) * 64, K - 1)
-        prefetch(weight_at + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + line[None, :])
-
-
-@triton.jit
-def prefetch_share(weight_at, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr):
-    """`prefetch` this program's share of SIZE bfloat16 numbers that a kernel after this one reads."""
-    if AHEAD:
-        SHARE: tl.constexpr = (SIZE + 64 * PROGRAMS - 1) // (64 * PROGRAMS)
-        line = tl.minimum(tl.arange(0, triton.next_power_of_2(SHARE)), SHARE - 1) + tl.program_id(0) * SHARE
-        prefetch(weight_at + tl.minimum(line * 64, SIZE - 1))
 
 
 @triton.jit
@@ -133,10 +102,9 @@ def embed_rows(
 @triton.jit
 def gate_inner_one(
     x_at, scale_at, shift_at, weight_at, bias_at, gate_at, inner_at,
-    inputs_at, taps_at, echo_at, base_at, read_at, later_at, epsilon,
+    inputs_at, taps_at, echo_at, base_at, read_at, epsilon,
     E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
-    E_PAD: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    E_PAD: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """v = φ(W₂ norm(x) + b₂) [F] and φ(W₁ norm(x) + b₁) [H]; the programs beyond their tiles do `earlier_outputs`."""
     tile = tl.program_id(0)
@@ -149,7 +117,6 @@ def gate_inner_one(
         scale = tl.load(scale_at + k, mask=k < E, other=0.0)
         shift = tl.load(shift_at + k, mask=k < E, other=0.0)
         bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
-        prefetch_share(later_at, E * F, tiles, AHEAD)
         ready(OVERLAP)
         x = tl.load(x_at + k, mask=k < E, other=0.0)
         x = normed(x, k < E, scale, shift, epsilon, E, CENTRED)
@@ -164,9 +131,9 @@ def gate_inner_one(
 
 @triton.jit
 def context_one(
-    inner_at, scale_at, shift_at, base_at, taps_at, inputs_at, read_at, weight_at, bias_at, gate_at, gated_at,
-    later_at, epsilon, F: tl.constexpr, H: tl.constexpr, LATER: tl.constexpr, CENTRED: tl.constexpr,
-    H_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    inner_at, scale_at, shift_at, base_at, taps_at, inputs_at, read_at, weight_at, bias_at, gate_at, gated_at, epsilon,
+    F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr,
+    H_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """(W₃ y + b₃) ∗ v [F], where y = base + K₀ ∗ u for u = norm(inner), which joins the block's inputs."""
     tile = tl.program_id(0)
@@ -178,7 +145,6 @@ def context_one(
     shift = tl.load(shift_at + h, mask=h < H, other=0.0)
     first_tap = tl.load(taps_at + h, mask=h < H, other=0.0)
     bias = tl.load(bias_at + row, mask=row < F, other=0.0)
-    prefetch_share(later_at, LATER, (F + ROWS - 1) // ROWS, AHEAD)
     ready(OVERLAP)
     inner = tl.load(inner_at + h, mask=h < H, other=0.0)
     base = tl.load(base_at + h, mask=h < H, other=0.0)

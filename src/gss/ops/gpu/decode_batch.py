@@ -14,7 +14,7 @@ leaves. Activations between kernels are bfloat16; sums, norms, the residual stre
 import triton
 import triton.language as tl
 
-from gss.ops.gpu.decode import activated, earlier_outputs, normed, prefetch_rows, ready
+from gss.ops.gpu.decode import activated, earlier_outputs, normed, ready
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -89,13 +89,12 @@ def product(
 def gate_inner_many(
     normed_at, weight_at, bias_at, gate_at, inner_at,
     B, E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """φ(W₂ x + b₂) [B, F] and φ(W₁ x + b₁) [B, H] of normed rows [B, E]; the batch is the grid's axis 1."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
-    prefetch_rows(weight_at, row, F + H, 0, E, E, AHEAD)
     ready(OVERLAP)
     total = product(weight_at, normed_at, row, column, F + H, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     y = activated(total + bias[:, None], ACTIVATION)
@@ -142,13 +141,12 @@ def context_many(
 def output_many(
     gated_at, weight_at, partial_at,
     B, E: tl.constexpr, F: tl.constexpr, SLICE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Partial sums [splits, B, E] of the output product, each over SLICE of the gate's width: the grid's axis 1."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    prefetch_rows(weight_at, row, E, split * SLICE, F, SLICE, AHEAD)
     ready(OVERLAP)
     total = product(weight_at, gated_at, row, column, E, B, split * SLICE, F, SLICE, ROWS, COLUMNS, DEPTH)
     places = (split * B + column[None, :]) * E + row[:, None]
@@ -158,14 +156,12 @@ def output_many(
 @triton.jit
 def head_many(
     normed_at, weight_at, logits_at, best_at, best_token_at,
-    B, V, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    B, V, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`decode.head_one` of rows normed and scaled already: logits [B, V], the tiles' best [B, tiles]."""
     tile = tl.program_id(0)
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    prefetch_rows(weight_at, row, V, 0, E, E, AHEAD)
     ready(OVERLAP)
     logits = product(weight_at, normed_at, row, column, V, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     places = column.to(tl.int64)[None, :] * V + row[:, None]

@@ -28,8 +28,6 @@ class Tile:
     """Loads in flight in the loop over columns."""
     columns: int = 64
     """Most sequences a program, in the kernels for several: 16, 32 or 64."""
-    registers: int | None = None
-    """Most registers a thread; None leaves it to the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +49,29 @@ class Tiles:
     """Rows of the state space a program of `earlier_outputs`."""
     fold_precision: str = "bf16x3"
     """Of the fold's products, in Triton's names: tf32x3 has float32's accuracy, nearly; bf16x3 16 bits of it."""
-    ahead: bool = True
-    """Whether kernels ask for weights to come to the cache before they wait (their own, or a later kernel's where they
-    hold their own); with `overlap` only."""
     overlap: bool = True
     """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
+    norm_early: bool = True
+    """Whether a batch's norm, which has no weights to load, starts as early."""
 
     def with_(self, **changes: Any) -> "Tiles":
         """The same with some tiles replaced."""
         return replace(self, **changes)
 
     @staticmethod
-    def for_batch(batch: int, overlap: bool = True) -> "Tiles":
-        """The tiles for so many sequences."""
+    def for_batch(batch: int, capability: tuple[int, int] = (9, 0)) -> "Tiles":
+        """The tiles for so many sequences on a device of this compute capability."""
         if batch == 1:
-            return Tiles(overlap=overlap, fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
-        if batch <= 16:
-            return Tiles(overlap=overlap, output_many=Tile(rows=64, depth=256))
-        return Tiles(overlap=overlap, ahead=False)
+            tiles = Tiles(fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
+        elif batch <= 16:
+            deep = Tile(rows=64, depth=256)
+            tiles = Tiles(gate_many=deep, output_many=deep, head_many=deep)
+        else:
+            tiles = Tiles()
+        if capability != (8, 0) and not 9 <= capability[0] < 12:  # under 100 KB of shared memory a program
+            names = ("gate_many", "output_many", "head_many", "fold")
+            tiles = tiles.with_(**{name: replace(getattr(tiles, name), stages=2) for name in names})
+        return tiles.with_(overlap=capability >= (9, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,7 @@ def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
 
 def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
     """The kernels of a layer for one sequence (`only` one of them, to time it)."""
-    D, _, E, F, H, _, W = weights.sizes
+    _, _, E, F, H, _, W = weights.sizes
     if only in ("", "gate"):
         tile = tiles.gate_one
         rows = _rows(tile, E)
@@ -161,17 +164,16 @@ def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only
         decode.gate_inner_one[(grid,)](
             buffers.x, *_of(weights.norm, layer), *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
             buffers.inputs[layer], weights.taps[layer], buffers.echo[layer], buffers.base, buffers.read,
-            weights.output[0][layer], weights.epsilon, E, F, H, weights.centred, weights.activation,
-            E_PAD=_pad(E), W_PAD=_pad(W), ROWS=rows, CHANNELS=tiles.channels, **_ahead(tiles, tile),
+            weights.epsilon, E, F, H, weights.centred, weights.activation,
+            E_PAD=_pad(E), W_PAD=_pad(W), ROWS=rows, CHANNELS=tiles.channels, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_one
         rows = _rows(tile, H)
-        later = weights.gate_inner[0][layer + 1] if layer + 1 < D else weights.head
         decode.context_one[(triton.cdiv(F, rows),)](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
-            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, later, weights.epsilon,
-            F, H, min(later.numel(), (F + H) * E), weights.centred, H_PAD=_pad(H), ROWS=rows, **_ahead(tiles, tile),
+            buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
+            F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
         tile = tiles.output_one
@@ -203,15 +205,16 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         decode_batch.gate_inner_many[(triton.cdiv(F + H, tile.rows), triton.cdiv(batch, columns))](
             buffers.normed, *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
             batch, E, F, H, weights.activation, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-            **_ahead(tiles, tile),
+            **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_many
         across = max(16, min(_columns(tile, batch), 2**14 // _pad(H)))
-        decode_batch.context_many[(triton.cdiv(F, tile.rows), triton.cdiv(batch, across))](
+        rows = max(16, min(tile.rows, 2**15 // _pad(H)))
+        decode_batch.context_many[(triton.cdiv(F, rows), triton.cdiv(batch, across))](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
             buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
-            batch, F, H, weights.centred, H_PAD=_pad(H), ROWS=tile.rows, COLUMNS=across, **_launch(tiles, tile),
+            batch, F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, COLUMNS=across, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
         tile = tiles.output_many
@@ -219,7 +222,7 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         part = triton.cdiv(triton.cdiv(F, tiles.splits), tile.depth) * tile.depth
         decode_batch.output_many[(triton.cdiv(E, tile.rows), tiles.splits, triton.cdiv(batch, columns))](
             buffers.gated, weights.output[0][layer], buffers.partial,
-            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_ahead(tiles, tile),
+            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
         )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5)
     decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
         buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
-        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_ahead(tiles, tile),
+        buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
     )  # fmt: skip
 
 
@@ -246,7 +249,7 @@ def _add_and_norm(
         buffers.x, buffers.partial, weights.output[1][max(layer - 1, 0)], *norm, buffers.normed,
         buffers.inputs[here], weights.taps[here], buffers.echo[here], buffers.base, buffers.read,
         weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=tiles.splits if layer else 0,
-        E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles),
+        E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles, early=tiles.norm_early),
     )  # fmt: skip
 
 
@@ -275,21 +278,15 @@ def _pad(size: int) -> int:
 
 def _rows(tile: Tile, width: int) -> int:
     """The tile's rows, fewer where a row is so wide that registers would not hold them."""
-    return max(1, min(tile.rows, 2**15 // _pad(width)))
+    return max(1, min(tile.rows, 2**12 * tile.warps // _pad(width)))
 
 
 def _columns(tile: Tile, batch: int) -> int:
     return max(16, min(tile.columns, _pad(batch)))
 
 
-def _launch(tiles: Tiles, tile: Tile | None = None) -> dict[str, Any]:
+def _launch(tiles: Tiles, tile: Tile | None = None, early: bool = True) -> dict[str, Any]:
     options: dict[str, Any] = {"OVERLAP": tiles.overlap, "num_warps": tile.warps if tile else 4}
     if tile:
         options["num_stages"] = tile.stages
-    if tile and tile.registers:
-        options["maxnreg"] = tile.registers
-    return options | ({"launch_pdl": True} if tiles.overlap else {})
-
-
-def _ahead(tiles: Tiles, tile: Tile) -> dict[str, Any]:
-    return _launch(tiles, tile) | {"AHEAD": tiles.overlap and tiles.ahead}
+    return options | ({"launch_pdl": True} if tiles.overlap and early else {})
