@@ -61,17 +61,27 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    @torch.compiler.disable  # complex arithmetic is not the compiler's: made before a compiled layer, not within it
-    def short_taps(self, u: Tensor) -> Tensor | None:
-        """The kernel for a signal like u [B, L, ·] that is convolved whole by the GPU kernels; None where none is."""
-        if fast.half(u) is None or u.shape[1] == 1:
+    def short_taps(self, x: Tensor) -> Tensor | None:
+        """The kernel for signals of the shape [B, L, ·] of x that the GPU kernels convolve whole; None elsewhere."""
+        if x.shape[1] == 1 or fast.half(x) is None:
             return None
+        from gss.ops.gpu import fft
+
+        if x.shape[1] > fft.LONGEST:
+            return None
+        row = fft.row_length(x.shape[1])
+        if self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32:
+            from gss.ops.gpu.taps import taps
+
+            return taps(self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp", row)
+        return self._taps(row)
+
+    @torch.compiler.disable  # complex arithmetic is not the compiler's
+    def _taps(self, row: int) -> Tensor:
         from gss.ops import rows
 
-        if not rows.one_row(u.shape[1]):
-            return None
-        with torch.autocast(u.device.type, enabled=False):
-            return rows.taps(*self.discretized(), self.skip, u.shape[1])
+        with torch.autocast(self.readout.device.type, enabled=False):
+            return rows.taps(*self.discretized(), self.skip, row)
 
     def forward(
         self,

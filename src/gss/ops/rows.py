@@ -15,20 +15,9 @@ from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import half_table
 
 
-def one_row(length: int) -> bool:
-    """Whether a signal is short enough to be convolved whole."""
-    return length <= fft.LONGEST
-
-
-def taps(readout: Tensor, log_a: Tensor, skip: Tensor, length: int) -> Tensor:
-    """The kernel with D in its first tap, [H, T] for the length T of row that the signal is cut into."""
-    row = fft.row_length(length)
+def taps(readout: Tensor, log_a: Tensor, skip: Tensor, row: int) -> Tensor:
+    """The kernel with D in its first tap, [H, T] for rows of length T."""
     return _with_skip(kernel(readout, log_a, row, half_table(log_a, row)), skip)
-
-
-def convolve(signal: Tensor, taps: Tensor) -> Tensor:
-    """Each row of T samples of a signal [B, H, L] of 16 bits, convolved with the taps [H, T] of its channel."""
-    return fft.convolve_rows(signal, taps)
 
 
 def mix(
@@ -38,8 +27,8 @@ def mix(
     batch, _, length = signal.shape
     row = fft.row_length(length)
     table = half_table(log_a, row)
-    y = convolve(signal, _with_skip(kernel(readout, log_a, row, table), skip))
-    if one_row(length):
+    y = fft.convolve_rows(signal, _with_skip(kernel(readout, log_a, row, table), skip))
+    if length <= row:
         if state is not None:
             y = (y + carried_output(state, readout, log_a, length).transpose(1, 2)).to(y.dtype)
         return y, final_state(signal.transpose(1, 2).float(), log_a, state) if keep_state else None

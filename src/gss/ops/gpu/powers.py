@@ -43,15 +43,10 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
 
 def evaluate_half(weights: Tensor, powers: Tensor, length: int) -> Tensor:
     """As `evaluate`, by one product of float16 operands with a `table` of powers."""
-    modes = weights.shape[-1]
-    packed = torch.empty(*weights.shape[:-1], 2 * modes, dtype=torch.float16, device=weights.device)
-    scale = torch.empty(weights.shape[:-1], device=weights.device)
     # Re(w·a) = Re w · Re a − Im w · Im a; a lazily conjugated w has its other sign in memory.
     sign = 1.0 if weights.is_conj() else -1.0
     weights = (weights.conj() if weights.is_conj() else weights).contiguous()
-    _pack_modes_kernel[(scale.numel(),)](
-        torch.view_as_real(weights), packed, scale, sign, modes, BN=triton.next_power_of_2(modes), num_warps=4
-    )
+    packed, scale = pack_modes(torch.view_as_real(weights), sign)
     return _product(packed, powers[..., :length]).mul_(scale.unsqueeze(-1))
 
 
@@ -69,12 +64,31 @@ def project_half(values: Tensor, powers: Tensor) -> Tensor:
     return torch.view_as_complex(out)
 
 
+def pack_modes(weights: Tensor, sign: float, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of pairs [..., N, 2] as real parts, then imaginary parts times `sign`, [..., 2N] in float16 over each
+    row's largest, and the largest. With a `factor` [N, 2] in float64, of the complex product with it.
+    """
+    *rows, modes, _ = weights.shape
+    packed = torch.empty(*rows, 2 * modes, dtype=torch.float16, device=weights.device)
+    scale = torch.empty(rows, device=weights.device)
+    _pack_modes_kernel[(scale.numel(),)](
+        weights, factor, packed, scale, sign, modes, BN=triton.next_power_of_2(modes), num_warps=4
+    )
+    return packed, scale
+
+
 def table(log_a: Tensor, length: int) -> Tensor:
     """exp(log_a)^k for k < length, real parts over imaginary ones: [G, 2N, L] float16."""
-    groups, modes = log_a.shape
-    out = torch.empty(groups, 2 * modes, length, dtype=torch.float16, device=log_a.device)
+    return table_of(torch.view_as_real(log_a.contiguous()), length)
+
+
+def table_of(pairs: Tensor, length: int) -> Tensor:
+    """`table` from the real and imaginary parts of log_a, [G, N, 2] or [N, 2] in float64."""
+    modes = pairs.shape[-2]
+    groups = pairs.numel() // (2 * modes)
+    out = torch.empty(groups, 2 * modes, length, dtype=torch.float16, device=pairs.device)
     grid = (triton.cdiv(length, 128), triton.cdiv(modes, 32), groups)
-    _table_kernel[grid](torch.view_as_real(log_a.contiguous()), out, length, modes, BN=32, BL=128, num_warps=4)
+    _table_kernel[grid](pairs, out, length, modes, BN=32, BL=128, num_warps=4)
     return out
 
 
@@ -163,20 +177,27 @@ def _table_kernel(log_a, out, length, MODES: tl.constexpr, BN: tl.constexpr, BL:
 
 
 @triton.jit
-def _largest(first, second):
+def largest_of(first, second):
     """The largest magnitude of a row in one or two parts, at least a tiny one."""
     return tl.maximum(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0)), 1e-30)
 
 
 @triton.jit
-def _pack_modes_kernel(weights, packed, scale, sign, MODES: tl.constexpr, BN: tl.constexpr):
+def _pack_modes_kernel(weights, factor, packed, scale, sign, MODES: tl.constexpr, BN: tl.constexpr):
     """A row of complex numbers as real parts, then signed imaginary parts, in float16 over their largest."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BN)
     mask = n < MODES
     re = tl.load(weights + (row * MODES + n) * 2, mask=mask, other=0.0)
-    im = tl.load(weights + (row * MODES + n) * 2 + 1, mask=mask, other=0.0) * sign
-    largest = _largest(re, im)
+    im = tl.load(weights + (row * MODES + n) * 2 + 1, mask=mask, other=0.0)
+    if factor is not None:
+        f_re = tl.load(factor + n * 2, mask=mask, other=0.0).to(tl.float32)
+        f_im = tl.load(factor + n * 2 + 1, mask=mask, other=0.0).to(tl.float32)
+        product_re = re * f_re - im * f_im
+        im = re * f_im + im * f_re
+        re = product_re
+    im = im * sign
+    largest = largest_of(re, im)
     tl.store(packed + row * 2 * MODES + n, (re / largest).to(tl.float16), mask=mask)
     tl.store(packed + row * 2 * MODES + MODES + n, (im / largest).to(tl.float16), mask=mask)
     tl.store(scale + row, largest)
@@ -188,7 +209,7 @@ def _pack_kernel(values, packed, scale, length, BL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BL)
     v = tl.load(values + row * length + k, mask=k < length, other=0.0)
-    largest = _largest(v, v)
+    largest = largest_of(v, v)
     tl.store(packed + row * length + k, (v / largest).to(tl.float16), mask=k < length)
     tl.store(scale + row, largest)
 

@@ -1,0 +1,173 @@
+"""From the parameters of a state space to its kernel in a handful of launches: the fast path of `gss.ops.kernel`.
+
+For the paper's form (unit step, zero-order hold) only. The general path is a hundred small operations on complex
+numbers, forward and backward, and on a GPU a small operation costs its launch. Here each direction is one matrix
+product with 16-bit operands between two or three kernels that do the rest, the modes themselves in float64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gss.ops.gpu.powers import largest_of, pack_modes, table_of
+
+
+@torch.library.custom_op("gss::taps", mutates_args=())
+def taps(log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool, row: int) -> Tensor:
+    """K [H, T] with D in its first tap, float32; parameters as in `gss.nn.state_space`, T = `row`."""
+    modes, drive = _modes(log_decay, frequency, exponentiated)
+    packed, scale = pack_modes(readout, -1.0, drive)
+    out = _product(packed, table_of(modes, row)[0]).mul_(scale.unsqueeze(-1))
+    out[:, 0] += skip
+    return out
+
+
+@torch.library.custom_op("gss::taps_backward", mutates_args=())
+def taps_backward(
+    grad: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, exponentiated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `taps` by the four parameters."""
+    channels, row = grad.shape
+    count = log_decay.numel()
+    modes, drive = _modes(log_decay, frequency, exponentiated)
+    grad = grad.contiguous()
+    packed = torch.empty(2 * channels, row, dtype=torch.float16, device=grad.device)
+    scale = torch.empty(2 * channels, device=grad.device)
+    _pack_ramp_kernel[(2 * channels,)](grad, packed, scale, channels, row, BL=triton.next_power_of_2(row), num_warps=8)
+    sums = _product(packed, table_of(modes, row)[0].T)
+    grad_readout = torch.empty_like(readout)
+    grad_decay, grad_frequency = torch.empty_like(log_decay), torch.empty_like(frequency)
+    block = 8
+    _gradients_kernel[(triton.cdiv(count, block),)](
+        sums, scale, readout, modes, drive, grad_readout, grad_decay, grad_frequency,
+        count, CHANNELS=channels, EXPONENTIATED=exponentiated, BN=block, BH=128, num_warps=4,
+    )  # fmt: skip
+    return grad_decay, grad_frequency, grad_readout, grad[:, 0].clone()
+
+
+@taps.register_fake
+def _(log_decay, frequency, readout, skip, exponentiated, row):
+    return readout.new_empty(readout.shape[0], row)
+
+
+@taps_backward.register_fake
+def _(grad, log_decay, frequency, readout, exponentiated):
+    parameters = (torch.empty_like(p) for p in (log_decay, frequency, readout))
+    return (*parameters, grad.new_empty(grad.shape[0]))
+
+
+def _save(ctx, inputs, output):
+    log_decay, frequency, readout, _, ctx.exponentiated, _ = inputs
+    ctx.save_for_backward(log_decay, frequency, readout)
+
+
+def _backward(ctx, grad):
+    return *taps_backward(grad, *ctx.saved_tensors, ctx.exponentiated), None, None
+
+
+taps.register_autograd(_backward, setup_context=_save)
+
+
+def _modes(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
+    """λ and B̄ as pairs [N, 2] in float64."""
+    count = log_decay.numel()
+    modes, drive = (torch.empty(count, 2, dtype=torch.float64, device=log_decay.device) for _ in range(2))
+    _modes_kernel[(triton.cdiv(count, 128),)](
+        log_decay, frequency, modes, drive, count, EXPONENTIATED=exponentiated, BLOCK=128, num_warps=4
+    )
+    return modes, drive
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """In float32, of float16 operands."""
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
+
+
+@triton.jit
+def _modes_kernel(log_decay, frequency, modes, drive, count, EXPONENTIATED: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < count
+    re = -tl.exp(tl.load(log_decay + n, mask=mask, other=0.0).to(tl.float64))
+    im = tl.load(frequency + n, mask=mask, other=0.0).to(tl.float64)
+    if EXPONENTIATED:
+        im = tl.exp(im)
+    size = tl.exp(re)
+    half = tl.sin(0.5 * im)
+    top_re = (size - 1.0) * tl.cos(im) - 2.0 * half * half  # e^λ − 1, without the cancellation at small angles
+    top_im = size * tl.sin(im)
+    below = re * re + im * im
+    tl.store(modes + 2 * n, re, mask=mask)
+    tl.store(modes + 2 * n + 1, im, mask=mask)
+    tl.store(drive + 2 * n, (top_re * re + top_im * im) / below, mask=mask)
+    tl.store(drive + 2 * n + 1, (top_im * re - top_re * im) / below, mask=mask)
+
+
+@triton.jit
+def _pack_ramp_kernel(values, packed, scale, rows, length, BL: tl.constexpr):
+    """Rows of real numbers, then the same weighted by k, in float16 over each row's largest."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BL)
+    v = tl.load(values + (row % rows) * length + k, mask=k < length, other=0.0)
+    v = tl.where(row < rows, v, v * k.to(tl.float32))
+    largest = largest_of(v, v)
+    tl.store(packed + row * length + k, (v / largest).to(tl.float16), mask=k < length)
+    tl.store(scale + row, largest)
+
+
+@triton.jit
+def _load_pair(base, at, mask):
+    return tl.load(base + at, mask=mask, other=0.0), tl.load(base + at + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def _gradients_kernel(
+    sums, scale, readout, modes, drive, grad_readout, grad_decay, grad_frequency,
+    count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """With P = Σ g_k a^k and R = Σ k·g_k a^k a channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    exists = n < count
+    b_re, b_im = _load_pair(drive, 2 * n, exists)
+    by_drive_re = tl.zeros((BH, BN), tl.float32)
+    by_drive_im = tl.zeros((BH, BN), tl.float32)
+    by_log_re = tl.zeros((BH, BN), tl.float32)
+    by_log_im = tl.zeros((BH, BN), tl.float32)
+    f_re = b_re.to(tl.float32)[None, :]
+    f_im = b_im.to(tl.float32)[None, :]
+    for start in range(0, CHANNELS, BH):
+        h = start + tl.arange(0, BH)
+        mask = (h < CHANNELS)[:, None] & exists[None, :]
+        at = h[:, None] * 2 * count + n[None, :]
+        own = tl.load(scale + h, mask=h < CHANNELS, other=0.0)[:, None]
+        ramp = tl.load(scale + CHANNELS + h, mask=h < CHANNELS, other=0.0)[:, None]
+        p_re = tl.load(sums + at, mask=mask, other=0.0) * own
+        p_im = tl.load(sums + at + count, mask=mask, other=0.0) * own
+        below = sums + CHANNELS * 2 * count
+        r_re = tl.load(below + at, mask=mask, other=0.0) * ramp
+        r_im = tl.load(below + at + count, mask=mask, other=0.0) * ramp
+        pair = (h[:, None] * count + n[None, :]) * 2
+        c_re, c_im = _load_pair(readout, pair, mask)
+        tl.store(grad_readout + pair, p_re * f_re - p_im * f_im, mask=mask)
+        tl.store(grad_readout + pair + 1, -(p_re * f_im + p_im * f_re), mask=mask)
+        by_drive_re += p_re * c_re - p_im * c_im  # conj(P)·conj(C)
+        by_drive_im -= p_re * c_im + p_im * c_re
+        w_re = c_re * f_re - c_im * f_im
+        w_im = c_re * f_im + c_im * f_re
+        by_log_re += w_re * r_re - w_im * r_im  # conj(w·R)
+        by_log_im -= w_re * r_im + w_im * r_re
+    drive_re = tl.sum(by_drive_re, 0).to(tl.float64)
+    drive_im = tl.sum(by_drive_im, 0).to(tl.float64)
+    # dB̄/dλ = (e^λ − B̄)/λ, where e^λ = 1 + λ·B̄
+    re, im = _load_pair(modes, 2 * n, exists)
+    above_re = 1.0 + re * b_re - im * b_im - b_re
+    above_im = re * b_im + im * b_re - b_im
+    size = tl.where(exists, re * re + im * im, 1.0)
+    slope_re = (above_re * re + above_im * im) / size
+    slope_im = (above_im * re - above_re * im) / size
+    total_re = drive_re * slope_re + drive_im * slope_im + tl.sum(by_log_re, 0)
+    total_im = drive_im * slope_re - drive_re * slope_im + tl.sum(by_log_im, 0)
+    if EXPONENTIATED:
+        total_im = total_im * im
+    tl.store(grad_decay + n, (total_re * re).to(grad_decay.dtype.element_ty), mask=exists)
+    tl.store(grad_frequency + n, total_im.to(grad_frequency.dtype.element_ty), mask=exists)
