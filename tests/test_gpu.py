@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import gss
+from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import fast
 from gss.ops.kernel import kernel
 from tests.comparing import relative_error, run
 from tests.conftest import ALL_FAMILIES, small_config
@@ -45,3 +47,60 @@ def test_autocast_in_bfloat16(family: str) -> None:
     assert torch.isfinite(following).all()
     logits.float().square().mean().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def _loss_and_gradients(
+    model: gss.LanguageModel, tokens: torch.Tensor, cut: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Under autocast: the loss, every gradient and the last logits; with `cut`, in two pieces with the state carried."""
+    model.zero_grad()
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=model.embedding.weight.dtype == torch.float32):
+        hidden, state = model.hidden(tokens[:, :cut], keep_state=cut is not None)
+        if cut is not None:
+            rest, _ = model.hidden(tokens[:, cut:], state)
+            hidden = torch.cat([hidden, rest], dim=1)
+        targets = tokens.roll(-1, dims=1)
+        mask = torch.ones_like(targets, dtype=torch.bool)
+        loss = next_token_loss(model.logits, model.embedding.weight, hidden, targets, mask)
+    (loss / tokens.numel()).backward()
+    named = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": model.logits(hidden[:, -8:].float()).detach(), **named}
+
+
+@pytest.mark.parametrize(("batch", "length", "cut"), [(2, 4096, None), (1, 700, None), (1, 5001, None), (3, 600, 413)])
+@pytest.mark.parametrize("family", ["gss", "hybrid", "dss"])
+def test_kernels_are_no_worse_than_autocast_without_them(family: str, batch: int, length: int, cut: int | None) -> None:
+    """Against float64, the error with the kernels is at most a little over plain autocast's."""
+    torch.manual_seed(1)
+    model = gss.build_model(small_config(family)).cuda()
+    tokens = torch.randint(0, 61, (batch, length)).cuda()
+    found = _loss_and_gradients(model, tokens, cut)
+    with fast.disabled():
+        plain = _loss_and_gradients(model, tokens, cut)
+        exact = _loss_and_gradients(model.double(), tokens, cut)
+    assert not torch.equal(found["logits"], plain["logits"]), "the kernels were not used"
+    for name, reference in exact.items():
+        with_kernels, without = (relative_error(run[name].cpu(), reference.cpu()) for run in (found, plain))
+        assert with_kernels < 1.5 * without + 0.01, name
+
+
+def test_a_compiled_layer_gives_the_same() -> None:
+    model = gss.build_model(small_config("gss")).cuda()
+    tokens = torch.randint(0, 61, (2, 1024)).cuda()
+    eager = _loss_and_gradients(model, tokens)
+    for layer in model.layers:
+        layer.compile()
+    compiled = _loss_and_gradients(model, tokens)
+    for name, reference in eager.items():
+        assert relative_error(compiled[name].cpu(), reference.cpu()) < 0.02, name
+
+
+def test_many_sequences_decode_alike_with_and_without_kernels() -> None:
+    model = gss.build_model(small_config("gss")).cuda().eval()
+    tokens = torch.randint(0, 61, (80, 40)).cuda()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        _, state = model(tokens)
+        found, _ = model(tokens[:, :1], state)
+        with fast.disabled():
+            expected, _ = model(tokens[:, :1], state)
+    assert relative_error(found.cpu(), expected.cpu()) < 0.02

@@ -94,12 +94,13 @@ class DiagonalStateSpace(nn.Module):
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
         In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too. `taps` is
-        what `short_taps` gave, for a signal that neither goes on from a state nor leaves one.
+        what `short_taps` gave, for a signal that neither goes on from a state nor leaves one; others with a step a
+        channel take the plain path.
         """
         if documents is not None:
             return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
         kind = fast.half(u)
-        if kind is None or u.shape[1] == 1:
+        if kind is None or u.shape[1] == 1 or (taps is None and self.log_step is not None):
             return self._mix(u, state, keep_state)
         channels_first = u.transpose(1, 2).to(kind).contiguous()
         if taps is not None:

@@ -8,25 +8,28 @@ signal as short as one row, in training, needs no state at all.
 import torch
 from torch import Tensor
 
-from gss.ops.gpu import fft
+from gss.ops.gpu import fft, powers
 from gss.ops.gpu.scan import scan
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
-from gss.ops.vandermonde import half_table
+from gss.ops.vandermonde import evaluate, project
 
 
 def taps(readout: Tensor, log_a: Tensor, skip: Tensor, row: int) -> Tensor:
     """The kernel with D in its first tap, [H, T] for rows of length T."""
-    return _with_skip(kernel(readout, log_a, row, half_table(log_a, row)), skip)
+    return _with_skip(kernel(readout, log_a, row, _table(log_a, row)), skip)
 
 
 def mix(
     signal: Tensor, readout: Tensor, log_a: Tensor, skip: Tensor, state: Tensor | None, keep_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N]; and the state after it."""
-    batch, _, length = signal.shape
+    """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N]; and the state after it.
+
+    Signals of more than one row must have modes that all channels share: log Ā [1, N].
+    """
+    batch, channels, length = signal.shape
     row = fft.row_length(length)
-    table = half_table(log_a, row)
+    table = _table(log_a, row)
     y = fft.convolve_rows(signal, _with_skip(kernel(readout, log_a, row, table), skip))
     if length <= row:
         if state is not None:
@@ -36,16 +39,22 @@ def mix(
     whole, rest = divmod(length, row)
     count = whole + (rest > 0)
     known = whole if rest or keep_state else whole - 1  # rows whose final state someone needs
-    rows = signal[..., : known * row].unflatten(-1, (known, row)).permute(0, 2, 3, 1).flatten(0, 1)  # [B·rows, T, H]
-    added = final_state(rows.float(), log_a, None, table).unflatten(0, (batch, known))
-    states = scan(added, transition(log_a * row, added.dtype), state)  # [B, known + 1, H, N]
-    before = states[:, :count].flatten(0, 1)
-    carried = carried_output(before, readout, log_a, row, table).unflatten(0, (batch, count))
-    y = (y + carried.permute(0, 3, 1, 2).flatten(2)[..., :length]).to(y.dtype)
+    rows = signal[..., : known * row].reshape(1, -1, row).flip(-1)
+    added = project(rows, log_a, table).view(batch, channels, known, -1)
+    states = scan(added, transition(log_a[0] * row, added.dtype), state)  # [B, H, known + 1, N]
+    seen = (readout * transition(log_a, readout.dtype)).unsqueeze(1)  # the first token sees a state one step old
+    echoes = (seen * states[:, :, :count]).view(1, batch * channels * count, -1)
+    carried = evaluate(echoes, log_a, row, table).view(batch, channels, count * row)
+    y = (y + carried[..., :length]).to(y.dtype)
     if not keep_state:
         return y, None
-    after = states[:, whole]
+    after = states[:, :, whole]
     return y, final_state(signal[..., whole * row :].transpose(1, 2).float(), log_a, after) if rest else after
+
+
+def _table(log_a: Tensor, row: int) -> Tensor | None:
+    """Powers to multiply with, where channels share them; a table a channel would be large and used once."""
+    return powers.table(log_a, row) if log_a.shape[0] == 1 else None
 
 
 def _with_skip(taps: Tensor, skip: Tensor) -> Tensor:

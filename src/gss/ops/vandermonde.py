@@ -31,23 +31,18 @@ _TABLE_BUDGET = 1 << 24
 def evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
     """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`.
 
-    With a `table` of at least `length` powers of these modes (see `half_table`) the products have 16-bit operands.
+    With a `table` of at least `length` powers of these modes, which `gss.ops.gpu.powers.table` makes, the products
+    have 16-bit operands.
     """
     return _Evaluate.apply(weights, log_a, length, table)
 
 
 def project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
-    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`; `table` as above."""
+    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`; `table` as above.
+
+    With a table, values may have 16 bits; the sums have 32.
+    """
     return _Project.apply(values, log_a, table)
-
-
-def half_table(log_a: Tensor, length: int) -> Tensor | None:
-    """A table of powers in float16, where a GPU multiplies faster with one and it is small: None elsewhere."""
-    if log_a.shape[0] > 1 or not fast.usable(log_a.device):
-        return None
-    from gss.ops.gpu import powers as gpu
-
-    return gpu.table(log_a, length)
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -171,10 +166,12 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         values, log_a, table = ctx.saved_tensors
         length = values.shape[-1]
-        grad_values = _evaluate(grad.conj(), log_a, length, table) if ctx.needs_input_grad[0] else None
+        grad_values = None
+        if ctx.needs_input_grad[0]:
+            grad_values = _evaluate(grad.conj(), log_a, length, table).to(values.dtype)
         grad_log_a = None
         if ctx.needs_input_grad[1]:
-            ramp = torch.arange(length, dtype=values.dtype, device=values.device)
+            ramp = torch.arange(length, dtype=grad.real.dtype, device=values.device)
             ramped = _project(values * ramp, log_a, table)
             grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
         return grad_values, grad_log_a, None

@@ -208,7 +208,7 @@ def _pack_kernel(values, packed, scale, length, BL: tl.constexpr):
     """A row of real numbers in float16 over their largest."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BL)
-    v = tl.load(values + row * length + k, mask=k < length, other=0.0)
+    v = tl.load(values + row * length + k, mask=k < length, other=0.0).to(tl.float32)
     largest = largest_of(v, v)
     tl.store(packed + row * length + k, (v / largest).to(tl.float16), mask=k < length)
     tl.store(scale + row, largest)

@@ -1,0 +1,250 @@
+"""Every kernel of `gss.ops.gpu` against plain float64, outputs and gradients.
+
+On a CUDA device they run there (`pytest -m gpu`); elsewhere in Triton's interpreter, at small sizes.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import gss
+from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import fast, reference
+from gss.ops.gate import ACTIVATIONS
+from gss.ops.kernel import kernel
+from gss.ops.vandermonde import evaluate, project
+from tests.comparing import relative_error
+
+pytest.importorskip("triton")
+from gss.ops import rows
+from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, taps, transpose
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+HALF = 1e-3  # float16 operands, a few roundings deep
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+
+def draw(*shape: int, kind: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(kind).to(DEVICE)
+
+
+def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output, then its gradient by each input."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def compare(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert relative_error(a.cpu(), b.cpu()) < tolerance, i
+
+
+def by_definition(signal: Tensor, taps: Tensor) -> Tensor:
+    """Each row of [B, H, L] convolved alone, in float64."""
+    row = taps.shape[1]
+    pieces = signal.double().split(row, dim=-1)
+    done = [reference.convolve(piece.transpose(1, 2), taps.double()[:, : piece.shape[-1]]) for piece in pieces]
+    return torch.cat(done, dim=1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, 513, 1021, 1100, *([4095, 4096, 9000] if ON_GPU else [])])
+def test_rows_are_convolved_alone(batch: int, length: int) -> None:
+    row = fft.row_length(length)
+    signal, grad = draw(batch, 2, length), draw(batch, 2, length, scale=1e-6)
+    kernels = draw(2, row) * torch.exp(-torch.arange(row, device=DEVICE) / 100)
+    found = gradients(fft.convolve_rows, [signal, kernels], grad)
+    expected = gradients(by_definition, [signal.double().cpu(), kernels.double().cpu()], grad.double().cpu())
+    compare(found, expected, HALF)
+
+
+def test_zeros_are_convolved_to_zeros() -> None:
+    silent = torch.zeros(1, 1, 600, device=DEVICE)
+    assert torch.equal(fft.convolve_rows(silent, torch.zeros(1, 1024, device=DEVICE)), silent)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_gate(activation: str, biased: bool) -> None:
+    tokens, wide, narrow, width = 150, 136, 24, 40
+    half = torch.float16
+    inputs = [
+        draw(tokens, wide, kind=half, scale=2.0),
+        draw(wide, kind=half),
+        draw(tokens, narrow, kind=half),
+        draw(wide, narrow, kind=half, scale=narrow**-0.5),
+        draw(wide, kind=half),
+        draw(width, wide, kind=half, scale=wide**-0.5),
+    ]
+
+    def on_gpu(g: Tensor, b2: Tensor, y: Tensor, w3: Tensor, b3: Tensor, w4: Tensor) -> Tensor:
+        return gate.gated_output(g, b2 if biased else None, y, w3, b3 if biased else None, w4, activation)
+
+    def plainly(g: Tensor, b2: Tensor, y: Tensor, w3: Tensor, b3: Tensor, w4: Tensor) -> Tensor:
+        return (ACTIVATIONS[activation](g + biased * b2) * (y @ w3.T + biased * b3)) @ w4.T
+
+    grad = draw(tokens, width, kind=half)
+    exact = [t.double() for t in inputs]
+    expected = gradients(plainly, exact, grad.double())
+    if biased:
+        found = gradients(on_gpu, inputs, grad)
+    else:
+        used = [0, 2, 3, 5]
+        few = gradients(
+            lambda g, y, w3, w4: on_gpu(g, inputs[1], y, w3, inputs[4], w4), [inputs[i] for i in used], grad
+        )
+        found, expected = few, [expected[0], *(expected[i + 1] for i in used)]
+    compare(found, expected, HALF)
+
+
+def test_gate_takes_what_is_not_contiguous() -> None:
+    """In decoding, y comes transposed out of an einsum."""
+    g, y, w3, w4 = draw(80, 24), draw(16, 80).T, draw(24, 16), draw(8, 24)
+    found = gate.gated_output(g, None, y, w3, None, w4, "relu")
+    assert relative_error(found.cpu(), ((g.relu() * (y @ w3.T)) @ w4.T).cpu()) < (2e-3 if ON_GPU else 1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 1000, 4097])
+def test_cross_entropy(vocabulary: int) -> None:
+    logits = draw(5, vocabulary, scale=3.0)
+    targets = torch.randint(0, vocabulary, (5,), device=DEVICE)
+    targets[2] = -100
+    exact = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets, ignore_index=-100, reduction="none")
+    expected.sum().backward()
+    losses = cross_entropy.cross_entropy_(logits, targets, -100)
+    assert torch.allclose(losses.double(), expected, atol=1e-5)
+    assert exact.grad is not None
+    assert torch.allclose(logits.double(), exact.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "modes", "length"), [(40, 33, 100), (70, 64, 301), (33, 20, 1)])
+def test_sums_of_powers(count: int, modes: int, length: int) -> None:
+    log_a = torch.complex(-torch.rand(1, modes).double() * 0.01, torch.rand(1, modes).double() * 6).to(DEVICE)
+    weights, values = draw(1, count, modes, kind=torch.complex64), draw(1, count, length)
+    with fast.disabled():
+        taps_expected = evaluate(weights.to(torch.complex128), log_a, length)
+        modes_expected = project(values.double(), log_a)
+    table = powers.table(log_a, length)
+    compare([powers.evaluate(weights, log_a, length)], [taps_expected], 1e-6)
+    compare([powers.evaluate_half(weights, table, length)], [taps_expected], HALF)
+    compare([powers.evaluate_half(weights.conj().conj(), table, length)], [taps_expected], HALF)
+    compare([torch.view_as_real(powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
+    compare([torch.view_as_real(powers.project_half(values, table))], [torch.view_as_real(modes_expected)], HALF)
+
+
+def test_powers_keep_their_phase_far_out() -> None:
+    log_a = torch.tensor([[-1e-6 + 3.0j]], dtype=torch.complex128, device=DEVICE).expand(1, 4).contiguous()
+    weights = torch.zeros(1, 32, 4, dtype=torch.complex64, device=DEVICE)
+    weights[..., 0] = 1
+    length = 65_537 if ON_GPU else 4_097
+    found = powers.evaluate(weights, log_a, length)[0, 0, -64:]
+    exponent = torch.arange(length - 64, length, device=DEVICE)
+    assert (found - torch.exp(log_a[0, 0] * exponent).real).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("imaginary", ["exp", "plain"])
+def test_taps_from_parameters(imaginary: str) -> None:
+    config = gss.preset("gss-tiny", state_space={"imaginary": imaginary, "modes": 24}).state_space
+    space = DiagonalStateSpace(5, config)
+    inputs = [p.detach() for p in (space.log_decay, space.frequency, space.readout, space.skip)]
+
+    def plainly(log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor) -> Tensor:
+        eigenvalue = reference.eigenvalues(log_decay, frequency, imaginary)
+        taps = reference.kernel(torch.view_as_complex(readout), eigenvalue, 512)
+        return torch.cat([taps[:, :1] + skip[:, None], taps[:, 1:]], dim=1)
+
+    def on_gpu(*parameters: Tensor) -> Tensor:
+        return taps.taps(*parameters, imaginary == "exp", 512)
+
+    grad = torch.randn(5, 512) * torch.exp(-torch.arange(512) / 100)
+    found = gradients(on_gpu, [t.to(DEVICE) for t in inputs], grad.to(DEVICE))
+    compare(found, gradients(plainly, [t.double() for t in inputs], grad.double()), HALF)
+
+
+def test_states_pass_from_row_to_row() -> None:
+    added, turn, state = (draw(*shape, kind=torch.complex64) for shape in ((2, 3, 5, 7), (7,), (2, 3, 7)))
+    turn = turn / (1 + turn.abs())
+
+    def plainly(added: Tensor, turn: Tensor, state: Tensor) -> Tensor:
+        states = [state]
+        for i in range(5):
+            states.append(turn * states[-1] + added[:, :, i])
+        return torch.stack(states, dim=2)
+
+    grad = draw(2, 3, 6, 7, kind=torch.complex64)
+    inputs = [added, turn, state]
+    found = gradients(scan.scan, inputs, grad)
+    expected = gradients(plainly, [t.to(torch.complex128) for t in inputs], grad)
+    compare([torch.view_as_real(t) for t in found], [torch.view_as_real(t) for t in expected], 1e-5)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(("batch", "length"), [(1, 2), (2, 300), (1, 1024), (2, 1300), (1, 1537)])
+def test_long_signals_in_rows(batch: int, length: int, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512, a rest, a state before and after, against the recurrence in float64."""
+    monkeypatch.setattr(fft, "LONGEST", 512)
+    space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
+    parameters = dict(space.named_parameters())
+    signal = torch.randn(batch, 3, length).half()
+    before = torch.randn(batch, 3, 24, 2) if carried else None
+    weights = torch.randn(batch, 3, length), torch.randn(batch, 3, 24, 2) / length
+
+    def scalar(y: Tensor, after: Tensor | None) -> Tensor:
+        total = (y.double() * weights[0].to(y.device)).sum()
+        return total if after is None else total + (after.double() * weights[1].to(y.device)).sum()
+
+    exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    transition, drive = reference.discretize(reference.eigenvalues(exact["log_decay"], exact["frequency"]))
+    u = signal.double().requires_grad_()
+    start = None if before is None else torch.view_as_complex(before.double()).requires_grad_()
+    y, state = reference.recur(u.transpose(1, 2), torch.view_as_complex(exact["readout"]), transition, drive, start)
+    y = y.transpose(1, 2) + exact["skip"][:, None] * u
+    scalar(y, torch.view_as_real(state) if carried else None).backward()
+
+    space = space.to(DEVICE)
+    v = signal.to(DEVICE).requires_grad_()
+    found, after = space._mix_rows(v, None if before is None else before.to(DEVICE), carried)
+    scalar(found, after).backward()
+    pairs = {"y": (found, y), "u": (v.grad, u.grad)}
+    if after is not None:
+        pairs["state"] = (after, torch.view_as_real(state))
+    for name, parameter in space.named_parameters():
+        pairs[name] = (parameter.grad, exact[name].grad)
+    for name, (a, b) in pairs.items():
+        assert a is not None
+        assert b is not None
+        # The eigenvalues' gradients are sums over everything, in which much cancels.
+        tolerance = 5 * HALF if name in ("log_decay", "frequency") else 2 * HALF
+        assert relative_error(a.detach().cpu(), b.detach()) < tolerance, name
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 65, 130), (3, 64, 7)])
+def test_transposed_copies(shape: tuple[int, int, int]) -> None:
+    x = draw(*shape)
+    assert torch.equal(transpose.contiguous(x.transpose(1, 2)), x.transpose(1, 2).contiguous())
+    assert transpose.contiguous(x) is x
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, device=DEVICE)
+    with fast.disabled():
+        assert not fast.usable(DEVICE)
+        assert fast.half(x.bfloat16()) is None
+    assert fast.usable(DEVICE) is ON_GPU
+    assert fast.half(x) is None  # nobody asked for 16 bits
+    assert not fast.usable(torch.device("cpu"))
+
+
+def test_kernels_of_rows_with_a_step_a_channel() -> None:
+    space = DiagonalStateSpace(3, gss.preset("dss-tiny").state_space)
+    with torch.no_grad():
+        expected = kernel(*space.double().discretized(), 512)
+        expected[:, 0] += space.skip
+        space = space.float().to(DEVICE)
+        found = rows.taps(*space.discretized(), space.skip, 512)
+    assert relative_error(found.cpu(), expected) < 1e-5
