@@ -32,6 +32,7 @@ from gss.generate import Sampling, stream_many
 from gss.train.checkpoint import save
 
 PROMPT = 32
+REQUESTS = 4
 
 
 def make_run(folder: Path, preset: str) -> Path:
@@ -116,7 +117,7 @@ def measure(arguments: argparse.Namespace, port: int, model: gss.LanguageModel) 
             for turn in range(arguments.rounds + 1):
                 one = {"generate": bare(model, streams, tokens, sampling, draw)}
                 for name, options in (("server", plain), ("server streaming", streamed)):
-                    one[name] = asyncio.run(served(port, streams, tokens, 2, options, draw))
+                    one[name] = asyncio.run(served(port, streams, tokens, REQUESTS, options, draw))
                 if turn:
                     for name, speed in one.items():
                         speeds[name].append(speed)
@@ -152,7 +153,7 @@ def header(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": arguments.preset,
         "threads": arguments.threads,
         "what": f"float32; prompts of {PROMPT} tokens, no two alike, {arguments.tokens} tokens each; "
-        "two requests a client, the next when the last is answered; median of the rounds, in turns",
+        f"{REQUESTS} requests a client, the next when the last is answered; median of the rounds, in turns",
     }
 
 
@@ -160,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", default="gss-tiny")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--out", type=Path)

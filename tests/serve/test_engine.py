@@ -240,8 +240,8 @@ def row_of(text: str | bytes, **options: object) -> tuple[list[str], Row]:
     row = Row(job, 0, load_tokenizer("bytes"), 257)
     pieces = []
     for byte in content:
-        row.accept(byte, *((-1.0,) if job.logprobs is not None else ()))
-        piece = row.take(0.0)
+        row.accept([byte], *((-1.0,) if job.logprobs is not None else ()))
+        piece = row.take()
         pieces.append(piece.text if piece else "")
         if row.finish:
             break
@@ -290,8 +290,8 @@ def test_scores_come_with_their_text() -> None:
     row = Row(job, 0, load_tokenizer("bytes"), 257)
     came = []
     for byte in "a—b#".encode():
-        row.accept(byte, -0.5)
-        piece = row.take(0.0)
+        row.accept([byte], -0.5)
+        piece = row.take()
         came.append((piece.text, [(s.token, s.offset) for s in piece.scores]) if piece else None)
     dash = "—".encode()
     assert came == [("a", [(97, 0)]), None, None, ("—", [(byte, 1) for byte in dash]), ("b", [(98, 2)]), ("", [])]

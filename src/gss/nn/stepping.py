@@ -3,12 +3,12 @@
 A stepper starts from a state, changes its own copies in place, and can give the state back at any time: between two
 calls of the model it is exactly the layer. Most layers need none of their own; `PlainStepper` just calls them.
 
-Rows may come and go between steps. What holds a stepper's rows is a `RowHolder`, the stepper itself or parts of it, and
-a row that comes or goes costs about as much as it weighs, whatever else is in the batch.
+Rows may come and go between steps (`join_rows`, `keep_rows`), and one that does costs about as much as it weighs,
+whatever else is in the batch.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,42 +31,6 @@ class Stepper(Protocol):
 
     def state(self) -> "LayerState":
         """The state after what has been read."""
-
-
-@runtime_checkable
-class RowHolder(Protocol):
-    """A stepper, or a part of one, that holds rows."""
-
-    def join(self, state: "LayerState") -> None:
-        """Add the rows of a state after those that are there."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
-
-
-def join_rows(stepper: Stepper, state: "LayerState") -> None:
-    """Add the rows of a layer's state to a stepper."""
-    for slots, holder in _row_holders(stepper):
-        holder.join({slot: state[slot] for slot in slots or state})
-
-
-def keep_rows(stepper: Stepper, rows: Sequence[int]) -> None:
-    """Go on with these rows of a stepper only, in this order."""
-    for _, holder in _row_holders(stepper):
-        holder.keep(rows)
-
-
-def _row_holders(stepper: Stepper) -> Iterator[tuple[tuple[str, ...], RowHolder]]:
-    """What holds a stepper's rows, each with the names of its part of the layer's state (none: all of it).
-
-    That is the stepper itself, or else its attributes: one of them, or a dictionary by the names of states.
-    """
-    if isinstance(stepper, RowHolder):
-        yield (), stepper
-        return
-    for value in vars(stepper).values():
-        named = {(name,): part for name, part in value.items()} if isinstance(value, dict) else {(): value}
-        yield from ((slots, part) for slots, part in named.items() if isinstance(part, RowHolder))
 
 
 class Rows:
@@ -265,3 +229,32 @@ class CacheStepper:
         larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
         larger[:, :, : cache.shape[2]] = cache
         return larger
+
+
+RowHolder = PlainStepper | StateSpaceStepper | CacheStepper
+"""What holds rows: `join(state)` adds those of a state, `keep(rows)` goes on with some of them."""
+
+
+def join_rows(stepper: Stepper, state: "LayerState") -> None:
+    """Add the rows of a layer's state to a stepper, after those that are there."""
+    for slots, holder in _row_holders(stepper):
+        holder.join({slot: state[slot] for slot in slots or state})
+
+
+def keep_rows(stepper: Stepper, rows: Sequence[int]) -> None:
+    """Go on with these rows of a stepper only, in this order."""
+    for _, holder in _row_holders(stepper):
+        holder.keep(rows)
+
+
+def _row_holders(stepper: Stepper) -> Iterator[tuple[tuple[str, ...], RowHolder]]:
+    """What holds a stepper's rows, each with the names of its part of the layer's state (none: all of it).
+
+    That is the stepper itself, or else its attributes: one of them, or a dictionary by the names of states.
+    """
+    if isinstance(stepper, RowHolder):
+        yield (), stepper
+        return
+    for value in vars(stepper).values():
+        named = {(name,): part for name, part in value.items()} if isinstance(value, dict) else {(): value}
+        yield from ((slots, part) for slots, part in named.items() if isinstance(part, RowHolder))

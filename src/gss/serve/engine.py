@@ -1,10 +1,9 @@
 """The thread that runs the model: one batch in which sequences join and leave between steps.
 
 A turn of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and produces a
-token for every running sequence. When both have work, reading gets half of the time (less when there is little to read
-at once, for the sake of reading several prompts side by side; more when more prompts wait than sequences run): a long
-prompt slows running sequences down but does not stall them. Jobs are taken in the order in which they came. What a
-sequence produces does not depend on what runs beside it.
+token for every running sequence. Where both have work, reading gets about half of the time: a long prompt slows running
+sequences down but does not stall them. Jobs are taken in the order in which they came. What a sequence produces does
+not depend on what runs beside it.
 
 Knows jobs, models and states; nothing of HTTP or of event loops.
 """
@@ -57,8 +56,8 @@ class Engine:
     queue         sequences that may wait beside those
     piece         tokens of prompts that are read between two steps
     cache_bytes   memory for the states of prompts (0: none are kept)
-    interval      seconds between two pieces of one stream at least; what comes meanwhile is one piece. With many
-                  streams it is longer, so that all of them together are sent no more than `_PIECES_A_SECOND`
+    interval      seconds between two pieces of one stream; what comes meanwhile is one piece. With many streams it
+                  is longer, so that all of them together are sent no more than `_PIECES_A_SECOND`
     post          takes the pieces of a turn, in the engine's thread; must not raise
     """
 
@@ -87,9 +86,11 @@ class Engine:
         self._decoder = self._empty_decoder()
         self._running: list[Row] = []
         self._chooser = Chooser([])
+        self._next = torch.zeros(0, dtype=torch.int64, device=self._device)  # the running rows' last tokens
         self._waiting: deque[Job] = deque()
         self._posts: Posts = []
         self._over: set[Job] = set()  # jobs that end with this turn
+        self._sent_at = 0.0  # when the running streams were last sent what they have
         self._reading_ahead = 0.0  # seconds by which reading has had more time than producing
         self._lock = threading.Condition()
         self._inbox: list[Job] = []
@@ -187,11 +188,19 @@ class Engine:
             self._step()
             seconds = time.perf_counter() - started
             self.metrics.step_seconds.observe(seconds)
-            share = max(self._readings.fullness, len(self._readings) / max(1, len(self._running)))
-            self._reading_ahead = max(0.0, self._reading_ahead - seconds * share)
+            self._reading_ahead = max(0.0, self._reading_ahead - seconds * self._reading_share())
         else:
             self._reading_ahead = 0.0
         self._deliver()
+
+    def _reading_share(self) -> float:
+        """Seconds of reading that a second of producing is worth.
+
+        One, for a full piece. Less for a small one while many sequences run: it holds them all up, and costs little
+        more when others have come to be read beside it. More when more prompts wait than sequences run.
+        """
+        running = max(1, len(self._running))
+        return max(self._readings.fullness, len(self._readings) / running, min(1.0, 4 / running))
 
     def _drop_unwanted(self) -> None:
         now = time.monotonic()
@@ -235,23 +244,27 @@ class Engine:
             return
         entries = [reading.after for reading in read if reading.after is not None]
         assert len(entries) == len(read)
-        Chooser(rows).accept(torch.cat([entries[number].logits for number in sources]))
-        going = [(row, number) for row, number in zip(rows, sources, strict=True) if not row.finish]
+        chooser = Chooser(rows)
+        tokens = chooser.accept(torch.cat([entries[number].logits for number in sources]))
+        chooser.settle()
         for row in rows:
             if row.finish:
                 self._end(row)
+        going = [place for place, row in enumerate(rows) if not row.finish]
         if going:
-            numbers = sorted({number for _, number in going})
+            numbers = sorted({sources[place] for place in going})
             states = ModelState.join([entries[number].state for number in numbers])
             if len(going) != len(numbers):
-                states = states.select([numbers.index(number) for _, number in going])
+                states = states.select([numbers.index(sources[place]) for place in going])
+            for place in going:
+                if rows[place].job.streaming:
+                    self._take(rows[place])  # the first token is not kept waiting
             self._decoder.join(states)
-            self._running += [row for row, _ in going]
-            self._chooser = Chooser(self._running)
+            self._set_running(self._running + [rows[place] for place in going])
+            self._next = torch.cat([self._next, tokens[going]])
 
     def _step(self) -> None:
-        tokens = torch.tensor([row.last for row in self._running], device=self._device)
-        self._chooser.accept(self._decoder.step(tokens))
+        self._next = self._chooser.accept(self._decoder.step(self._next))
         finished = [place for place, row in enumerate(self._running) if row.finish]
         for place in finished:
             self._end(self._running[place])
@@ -260,9 +273,12 @@ class Engine:
     def _deliver(self) -> None:
         now = time.monotonic()
         interval = max(self._interval, len(self._running) / _PIECES_A_SECOND)
-        for row in self._running:
-            if row.job.streaming and now - row.sent_at >= interval:
-                self._take(row, now)
+        if now - self._sent_at >= interval:  # all at once: whoever sends them wakes up once
+            self._sent_at = now
+            self._chooser.settle()
+            for row in self._running:
+                if row.job.streaming:
+                    self._take(row)
         self.metrics.running.set(len(self._running))
         self.metrics.waiting.set(len(self._waiting) + len(self._readings))
         self.metrics.cache_bytes.set(self.cache.nbytes)
@@ -275,15 +291,15 @@ class Engine:
                 self._lock.notify_all()
             self._over = set()
 
-    def _take(self, row: Row, now: float) -> None:
-        piece = row.take(now)
+    def _take(self, row: Row) -> None:
+        piece = row.take()
         if piece is not None:
             self.metrics.generated_tokens.add(piece.tokens)
             self._posts.append((row.job, piece))
 
     def _end(self, row: Row) -> None:
         """Deliver the last piece of a continuation; a job is over with the last of them."""
-        self._take(row, time.monotonic())
+        self._take(row)
         row.job.ended += 1
         if row.job.ended == row.job.n:
             self._over.add(row.job)
@@ -298,8 +314,13 @@ class Engine:
             if place < len(order):
                 order[place] = last
         self._decoder.keep(order)
-        self._running = [self._running[place] for place in order]
-        self._chooser = Chooser(self._running)
+        self._next = self._next[order]
+        self._set_running([self._running[place] for place in order])
+
+    def _set_running(self, rows: list[Row]) -> None:
+        self._chooser.settle()
+        self._running = rows
+        self._chooser = Chooser(rows)
 
     def _give_up(self) -> None:
         """After an error that is the engine's own: tell every job, and begin anew."""
@@ -310,7 +331,7 @@ class Engine:
             self._lock.notify_all()
         self._readings.drop(lambda job: True)
         self._waiting.clear()
-        self._running = []
+        self._running, self._next, self._chooser = [], self._next[:0], Chooser([])
         self._decoder = self._empty_decoder()
         self._deliver()
 

@@ -72,9 +72,8 @@ class Readings:
 
     @property
     def fullness(self) -> float:
-        """How much of a piece the next round would read at most: from a quarter to 1."""
-        left = sum(len(reading.tokens) - reading.at for reading in self._waiting)
-        return min(1.0, max(0.25, left / self._piece))
+        """How much of a piece there is to read, up to 1."""
+        return min(1.0, sum(len(reading.tokens) - reading.at for reading in self._waiting) / self._piece)
 
     def add(self, job: Job) -> None:
         """Begin a prompt."""
