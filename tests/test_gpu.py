@@ -64,7 +64,7 @@ def _loss_and_gradients(
         loss = next_token_loss(model.logits, model.embedding.weight, hidden, targets, mask)
     (loss / tokens.numel()).backward()
     named = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "logits": model.logits(hidden[:, -8:].float()).detach(), **named}
+    return {"loss": loss.detach(), "logits": model.logits(hidden[:, -8:].to(model.embedding.weight)).detach(), **named}
 
 
 @pytest.mark.parametrize(("batch", "length", "cut"), [(2, 4096, None), (1, 700, None), (1, 5001, None), (3, 600, 413)])

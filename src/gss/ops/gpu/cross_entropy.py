@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 32_768  # logits that a program holds at a time: all of a row's, for most vocabularies
+_BLOCK = 4096
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, uncounted: int) -> Tensor:
@@ -18,7 +18,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, uncounted: int) -> Tensor:
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _cross_entropy_kernel[(rows,)](
         logits, targets, losses, uncounted, logits.stride(0),
-        vocabulary, BLOCKS=triton.cdiv(vocabulary, block), BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        vocabulary, BLOCKS=triton.cdiv(vocabulary, block), BLOCK=block, num_warps=8,
     )  # fmt: skip
     return losses
 
@@ -33,22 +33,23 @@ def _cross_entropy_kernel(
     counts = target != uncounted
     target = tl.where(counts, target, 0)
     column = tl.arange(0, BLOCK)
-    peak = float("-inf")
-    total = 0.0
-    for i in tl.static_range(BLOCKS):
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(BLOCKS):  # each lane keeps a running maximum and a sum of its own
         at = i * BLOCK + column
         x = tl.load(start + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, tl.max(x, 0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
+        higher = tl.maximum(peak, x)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - shift) + tl.exp(x - shift)
         peak = higher
-    normalizer = peak + tl.log(total)
+    highest = tl.max(peak, 0)
+    normalizer = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
     chosen = tl.load(start + target).to(tl.float32)
     tl.store(losses + row, tl.where(counts, normalizer - chosen, 0.0))
     tl.debug_barrier()  # the chosen logit is read before it is written over
-    for i in tl.static_range(BLOCKS):
+    for i in range(BLOCKS):
         at = i * BLOCK + column
-        if BLOCKS > 1:
-            x = tl.load(start + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(start + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
         gradient = tl.exp(x - normalizer) - tl.where(at == target, 1.0, 0.0)
         gradient = tl.where(counts, gradient, 0.0)
         tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)
