@@ -19,7 +19,7 @@ from tests.comparing import relative_error
 
 pytest.importorskip("triton")
 from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, taps, transpose
+from gss.ops.gpu import cross_entropy, fft, gate, long, powers, scan, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -183,10 +183,13 @@ def test_states_pass_from_row_to_row() -> None:
     compare([torch.view_as_real(t) for t in found], [torch.view_as_real(t) for t in expected], 1e-5)
 
 
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("how", ["in pieces", "carried", "whole"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 2), (2, 300), (1, 1024), (2, 1300), (1, 1537)])
-def test_long_signals_in_rows(batch: int, length: int, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 512, a rest, a state before and after, against the recurrence in float64."""
+def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512, a rest, a state before and after, or one operation, against the recurrence in float64."""
+    carried, whole = how == "carried", how == "whole"
+    if whole and length <= 512:
+        pytest.skip("one row has no state between rows")
     monkeypatch.setattr(fft, "LONGEST", 512)
     space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
     parameters = dict(space.named_parameters())
@@ -208,7 +211,11 @@ def test_long_signals_in_rows(batch: int, length: int, carried: bool, monkeypatc
 
     space = space.to(DEVICE)
     v = signal.to(DEVICE).requires_grad_()
-    found, after = space._mix_rows(v, None if before is None else before.to(DEVICE), carried)
+    if whole:
+        parameters_in_order = (space.log_decay, space.frequency, space.readout, space.skip)
+        (found, _), after = long.mix_long(v, *parameters_in_order, True), None
+    else:
+        found, after = space._mix_rows(v, None if before is None else before.to(DEVICE), carried)
     scalar(found, after).backward()
     pairs = {"y": (found, y), "u": (v.grad, u.grad)}
     if after is not None:
@@ -227,7 +234,10 @@ def test_long_signals_in_rows(batch: int, length: int, carried: bool, monkeypatc
 def test_transposed_copies(shape: tuple[int, int, int]) -> None:
     x = draw(*shape)
     assert torch.equal(transpose.contiguous(x.transpose(1, 2)), x.transpose(1, 2).contiguous())
-    assert transpose.contiguous(x) is x
+    assert torch.equal(transpose.contiguous(x), x)
+    found = gradients(transpose.swapped, [x], x.transpose(1, 2))
+    assert torch.equal(found[0], x.transpose(1, 2))
+    assert torch.equal(found[1], x)
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

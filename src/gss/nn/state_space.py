@@ -70,11 +70,19 @@ class DiagonalStateSpace(nn.Module):
         if x.shape[1] > fft.LONGEST:
             return None
         row = fft.row_length(x.shape[1])
-        if self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32:
-            from gss.ops.gpu.taps import taps
+        if not self._as_in_the_paper:
+            return self._taps(row)
+        from gss.ops.gpu.taps import taps
 
-            return taps(self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp", row)
-        return self._taps(row)
+        return taps(*self._parameters_in_order(), self.config.imaginary == "exp", row)
+
+    @property
+    def _as_in_the_paper(self) -> bool:
+        """The form that some GPU kernels are for: the unit step, zero-order hold, float32 parameters."""
+        return self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
+
+    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.log_decay, self.frequency, self.readout, self.skip
 
     @torch.compiler.disable  # complex arithmetic is not the compiler's
     def _taps(self, row: int) -> Tensor:
@@ -102,14 +110,19 @@ class DiagonalStateSpace(nn.Module):
         kind = fast.half(u)
         if kind is None or u.shape[1] == 1 or (taps is None and self.log_step is not None):
             return self._mix(u, state, keep_state)
-        channels_first = u.transpose(1, 2).to(kind).contiguous()
-        if taps is not None:
-            from gss.ops.gpu.fft import convolve_rows
+        from gss.ops.gpu.fft import convolve_rows
+        from gss.ops.gpu.transpose import swapped
 
-            y, after = convolve_rows(channels_first, taps), None
+        channels_first, after = swapped(u.to(kind)), None
+        if taps is not None:
+            y = convolve_rows(channels_first, taps)
+        elif state is None and not keep_state and self._as_in_the_paper:
+            from gss.ops.gpu.long import mix_long
+
+            y, _ = mix_long(channels_first, *self._parameters_in_order(), self.config.imaginary == "exp")
         else:
             y, after = self._mix_rows(channels_first, state, keep_state)
-        return y.transpose(1, 2).contiguous(), after
+        return swapped(y), after
 
     @torch.compiler.disable
     def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:

@@ -16,11 +16,8 @@ from gss.ops.gpu.powers import largest_of, pack_modes, table_of
 @torch.library.custom_op("gss::taps", mutates_args=())
 def taps(log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool, row: int) -> Tensor:
     """K [H, T] with D in its first tap, float32; parameters as in `gss.nn.state_space`, T = `row`."""
-    modes, drive = _modes(log_decay, frequency, exponentiated)
-    packed, scale = pack_modes(readout, -1.0, drive)
-    out = _product(packed, table_of(modes, row)[0]).mul_(scale.unsqueeze(-1))
-    out[:, 0] += skip
-    return out
+    modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
+    return from_modes(drive, table_of(modes, row)[0], readout, skip)
 
 
 @torch.library.custom_op("gss::taps_backward", mutates_args=())
@@ -28,22 +25,9 @@ def taps_backward(
     grad: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, exponentiated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `taps` by the four parameters."""
-    channels, row = grad.shape
-    count = log_decay.numel()
-    modes, drive = _modes(log_decay, frequency, exponentiated)
-    grad = grad.contiguous()
-    packed = torch.empty(2 * channels, row, dtype=torch.float16, device=grad.device)
-    scale = torch.empty(2 * channels, device=grad.device)
-    _pack_ramp_kernel[(2 * channels,)](grad, packed, scale, channels, row, BL=triton.next_power_of_2(row), num_warps=8)
-    sums = _product(packed, table_of(modes, row)[0].T)
-    grad_readout = torch.empty_like(readout)
-    grad_decay, grad_frequency = torch.empty_like(log_decay), torch.empty_like(frequency)
-    block = 8
-    _gradients_kernel[(triton.cdiv(count, block),)](
-        sums, scale, readout, modes, drive, grad_readout, grad_decay, grad_frequency,
-        count, CHANNELS=channels, EXPONENTIATED=exponentiated, BN=block, BH=128, num_warps=4,
-    )  # fmt: skip
-    return grad_decay, grad_frequency, grad_readout, grad[:, 0].clone()
+    modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
+    table = table_of(modes, grad.shape[1])[0]
+    return gradients_of(grad.contiguous(), modes, drive, table, readout, exponentiated)
 
 
 @taps.register_fake
@@ -69,7 +53,7 @@ def _backward(ctx, grad):
 taps.register_autograd(_backward, setup_context=_save)
 
 
-def _modes(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
+def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
     """λ and B̄ as pairs [N, 2] in float64."""
     count = log_decay.numel()
     modes, drive = (torch.empty(count, 2, dtype=torch.float64, device=log_decay.device) for _ in range(2))
@@ -79,7 +63,48 @@ def _modes(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[T
     return modes, drive
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def from_modes(drive: Tensor, table: Tensor, readout: Tensor, skip: Tensor) -> Tensor:
+    """`taps` from B̄ and a table of the powers of Ā."""
+    packed, scale = pack_modes(readout, -1.0, drive)
+    out = half_product(packed, table).mul_(scale.unsqueeze(-1))
+    out[:, 0] += skip
+    return out
+
+
+def gradients_of(
+    grad: Tensor,
+    modes: Tensor,
+    drive: Tensor,
+    table: Tensor,
+    readout: Tensor,
+    exponentiated: bool,
+    by_weight: Tensor | None = None,
+    by_turn: Tensor | None = None,
+    by_log: Tensor | None = None,
+    row: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the four parameters from the taps' gradient [H, T], and where states are carried as well from
+    those by w = C·B̄·Ā [H, 2, N], by Ā^row [2, N] and by λ itself [2, N].
+    """
+    channels, length = grad.shape
+    count = modes.shape[0]
+    packed = torch.empty(2 * channels, length, dtype=torch.float16, device=grad.device)
+    scale = torch.empty(2 * channels, device=grad.device)
+    _pack_ramp_kernel[(2 * channels,)](
+        grad, packed, scale, channels, length, BL=triton.next_power_of_2(length), num_warps=8
+    )
+    sums = half_product(packed, table.T)
+    grad_readout = torch.empty_like(readout)
+    grad_decay, grad_frequency = (readout.new_empty(count) for _ in range(2))
+    block = 8
+    _gradients_kernel[(triton.cdiv(count, block),)](
+        sums, scale, readout, modes, drive, by_weight, by_turn, by_log, grad_readout, grad_decay, grad_frequency,
+        count, row, CHANNELS=channels, EXPONENTIATED=exponentiated, BN=block, BH=128, num_warps=4,
+    )  # fmt: skip
+    return grad_decay, grad_frequency, grad_readout, grad[:, 0].clone()
+
+
+def half_product(left: Tensor, right: Tensor) -> Tensor:
     """In float32, of float16 operands."""
     return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
 
@@ -121,52 +146,79 @@ def _load_pair(base, at, mask):
 
 
 @triton.jit
+def _times(a_re, a_im, b_re, b_im):
+    return a_re * b_re - a_im * b_im, a_re * b_im + a_im * b_re
+
+
+@triton.jit
 def _gradients_kernel(
-    sums, scale, readout, modes, drive, grad_readout, grad_decay, grad_frequency,
-    count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+    sums, scale, readout, modes, drive, by_weight, by_turn, by_log, grad_readout, grad_decay, grad_frequency,
+    count, row, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """With P = Σ g_k a^k and R = Σ k·g_k a^k a channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     exists = n < count
     b_re, b_im = _load_pair(drive, 2 * n, exists)
+    re, im = _load_pair(modes, 2 * n, exists)
+    a_re, a_im = _times(re, im, b_re, b_im)  # e^λ = 1 + λ·B̄
+    a_re += 1.0
     by_drive_re = tl.zeros((BH, BN), tl.float32)
     by_drive_im = tl.zeros((BH, BN), tl.float32)
     by_log_re = tl.zeros((BH, BN), tl.float32)
     by_log_im = tl.zeros((BH, BN), tl.float32)
-    f_re = b_re.to(tl.float32)[None, :]
-    f_im = b_im.to(tl.float32)[None, :]
+    f_re, f_im = b_re.to(tl.float32)[None, :], b_im.to(tl.float32)[None, :]
+    e_re, e_im = a_re.to(tl.float32)[None, :], a_im.to(tl.float32)[None, :]
     for start in range(0, CHANNELS, BH):
         h = start + tl.arange(0, BH)
         mask = (h < CHANNELS)[:, None] & exists[None, :]
         at = h[:, None] * 2 * count + n[None, :]
         own = tl.load(scale + h, mask=h < CHANNELS, other=0.0)[:, None]
         ramp = tl.load(scale + CHANNELS + h, mask=h < CHANNELS, other=0.0)[:, None]
-        p_re = tl.load(sums + at, mask=mask, other=0.0) * own
-        p_im = tl.load(sums + at + count, mask=mask, other=0.0) * own
         below = sums + CHANNELS * 2 * count
+        # By C·B̄: conj(P), and through the carried states its part of w.
+        g_re = tl.load(sums + at, mask=mask, other=0.0) * own
+        g_im = -tl.load(sums + at + count, mask=mask, other=0.0) * own
         r_re = tl.load(below + at, mask=mask, other=0.0) * ramp
         r_im = tl.load(below + at + count, mask=mask, other=0.0) * ramp
         pair = (h[:, None] * count + n[None, :]) * 2
         c_re, c_im = _load_pair(readout, pair, mask)
-        tl.store(grad_readout + pair, p_re * f_re - p_im * f_im, mask=mask)
-        tl.store(grad_readout + pair + 1, -(p_re * f_im + p_im * f_re), mask=mask)
-        by_drive_re += p_re * c_re - p_im * c_im  # conj(P)·conj(C)
-        by_drive_im -= p_re * c_im + p_im * c_re
-        w_re = c_re * f_re - c_im * f_im
-        w_im = c_re * f_im + c_im * f_re
-        by_log_re += w_re * r_re - w_im * r_im  # conj(w·R)
-        by_log_im -= w_re * r_im + w_im * r_re
+        w_re, w_im = _times(c_re, c_im, f_re, f_im)
+        log_re, log_im = _times(w_re, w_im, r_re, r_im)
+        by_log_re += log_re
+        by_log_im -= log_im
+        if by_weight is not None:
+            v_re = tl.load(by_weight + at, mask=mask, other=0.0)
+            v_im = tl.load(by_weight + at + count, mask=mask, other=0.0)
+            v_re, v_im = _times(v_re, v_im, e_re, -e_im)
+            g_re += v_re
+            g_im += v_im
+            log_re, log_im = _times(v_re, v_im, w_re, -w_im)
+            by_log_re += log_re
+            by_log_im += log_im
+        out_re, out_im = _times(g_re, g_im, f_re, -f_im)
+        tl.store(grad_readout + pair, out_re, mask=mask)
+        tl.store(grad_readout + pair + 1, out_im, mask=mask)
+        out_re, out_im = _times(g_re, g_im, c_re, -c_im)
+        by_drive_re += out_re
+        by_drive_im += out_im
     drive_re = tl.sum(by_drive_re, 0).to(tl.float64)
     drive_im = tl.sum(by_drive_im, 0).to(tl.float64)
-    # dB̄/dλ = (e^λ − B̄)/λ, where e^λ = 1 + λ·B̄
-    re, im = _load_pair(modes, 2 * n, exists)
-    above_re = 1.0 + re * b_re - im * b_im - b_re
-    above_im = re * b_im + im * b_re - b_im
+    # dB̄/dλ = (e^λ − B̄)/λ
     size = tl.where(exists, re * re + im * im, 1.0)
-    slope_re = (above_re * re + above_im * im) / size
-    slope_im = (above_im * re - above_re * im) / size
-    total_re = drive_re * slope_re + drive_im * slope_im + tl.sum(by_log_re, 0)
-    total_im = drive_im * slope_re - drive_re * slope_im + tl.sum(by_log_im, 0)
+    slope_re, slope_im = _times(a_re - b_re, a_im - b_im, re / size, -im / size)
+    total_re, total_im = _times(drive_re, drive_im, slope_re, -slope_im)
+    total_re += tl.sum(by_log_re, 0)
+    total_im += tl.sum(by_log_im, 0)
+    if by_turn is not None:
+        # d(Ā^row)/dλ = row·Ā^row
+        turns = im * row * 0.15915494309189535
+        angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
+        reach = row * tl.exp(re * row)
+        t_re = tl.load(by_turn + n, mask=exists, other=0.0)
+        t_im = tl.load(by_turn + count + n, mask=exists, other=0.0)
+        t_re, t_im = _times(t_re, t_im, reach * tl.cos(angle), -reach * tl.sin(angle))
+        total_re += t_re + tl.load(by_log + n, mask=exists, other=0.0)
+        total_im += t_im + tl.load(by_log + count + n, mask=exists, other=0.0)
     if EXPONENTIATED:
         total_im = total_im * im
     tl.store(grad_decay + n, (total_re * re).to(grad_decay.dtype.element_ty), mask=exists)

@@ -8,20 +8,40 @@ from torch import Tensor
 _TILE = 64
 
 
+@torch.library.custom_op("gss::swapped", mutates_args=())
+def swapped(x: Tensor) -> Tensor:
+    """[B, P, Q] → [B, Q, P], contiguous. A kernel of its own: within a reduction's, either side would be in pieces."""
+    return _swapped(x.contiguous())
+
+
+@swapped.register_fake
+def _(x):
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+
+
+def _backward(ctx, grad):
+    return swapped(grad)
+
+
+swapped.register_autograd(_backward)
+
+
 def contiguous(x: Tensor) -> Tensor:
     """A contiguous copy of [B, P, Q], quickly also where it is the transpose of one; itself if it already is."""
-    if x.is_contiguous() or not x.transpose(1, 2).is_contiguous():
-        return x.contiguous()
-    batch, height, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _swapped(x.transpose(1, 2)) if x.transpose(1, 2).is_contiguous() else x.contiguous()
+
+
+def _swapped(source: Tensor) -> Tensor:
+    batch, width, height = source.shape
+    out = torch.empty(batch, height, width, dtype=source.dtype, device=source.device)
     grid = (triton.cdiv(height, _TILE), triton.cdiv(width, _TILE), batch)
-    _transpose_kernel[grid](x, out, height, width, TILE=_TILE, num_warps=4)
+    _transpose_kernel[grid](source, out, height, width, TILE=_TILE, num_warps=4)
     return out
 
 
 @triton.jit
 def _transpose_kernel(source, out, height, width, TILE: tl.constexpr):
-    """out [B, P, Q] from its transpose [B, Q, P] in memory."""
+    """out [B, P, Q] from [B, Q, P]."""
     base = tl.program_id(2).to(tl.int64) * height * width
     p = tl.program_id(0) * TILE + tl.arange(0, TILE)
     q = tl.program_id(1) * TILE + tl.arange(0, TILE)
