@@ -2,8 +2,10 @@
 
     engine.py        the thread that runs the model: sequences join and leave the batch between steps
     reading.py       prompts, read in pieces between steps; prefix_cache.py keeps the states of what was read
-    job.py, row.py   what the engine is asked for, and one continuation under way
-    app.py           the routes; completions.py, schemas.py, describe.py, errors.py, guard.py, metrics.py serve it
+    job.py, row.py   what the engine is asked for, and one continuation under way; choosing.py gives it its tokens
+    app.py           the routes, with completions.py, schemas.py, describe.py, surface.py; errors.py, metrics.py
+    guard.py         keys, hosts and bodies, before any route; limits.py has the numbers
+    server.py        the process: socket, engine, uvicorn, an orderly end
     page/            the playground
 
 Nothing here is imported by the rest of the package but the command `gss serve`.

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -24,21 +25,37 @@ _FAILURES: dict[Failure, Callable[[], ApiError]] = {
     "internal": partial(ApiError, 500, "the server failed; its log says why"),
 }
 
+# Pieces for which it is worth waiting until they are sent, and the longest time to do so, in seconds.
+_MANY, _PATIENCE = 4, 0.02
+
 # Texts longer than this are tokenized beside the event loop.
 QUICK_CHARACTERS = 4096
 
 
 def post_to_loops(posts: Posts) -> None:
-    """Hand a turn's pieces to the event loops that wait for them: one wake-up a loop, whatever their number."""
+    """Hand a turn's pieces to the event loops that wait for them: one wake-up a loop, whatever their number.
+
+    Where there are many, wait until they have been sent. Python runs one thread at a time: two that are both busy take
+    turns at every call into the system, and that costs more than it wins.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, Posts] = {}
     for job, piece in posts:
         by_loop.setdefault(job.home, []).append((job, piece))
     for loop, own in by_loop.items():
+        sent = threading.Event()
         try:
-            loop.call_soon_threadsafe(hand_over, own)
+            loop.call_soon_threadsafe(_hand_over, own, loop, sent)
         except RuntimeError:  # the loop is closed: nobody waits any more
             for job, _ in own:
                 job.cancelled = True
+            continue
+        if len(own) >= _MANY:
+            sent.wait(_PATIENCE)
+
+
+def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Event) -> None:
+    hand_over(posts)
+    loop.call_soon(sent.set)  # after those whom the pieces have woken
 
 
 class Prompt(NamedTuple):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -77,6 +78,8 @@ def serve(
         # For a signal before uvicorn listens to it, and for its raising it again when it has shut down.
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
         engine.start()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it again would only hold requests up
         ready(_address(listener))
         try:
             with contextlib.suppress(KeyboardInterrupt):
