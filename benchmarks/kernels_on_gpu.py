@@ -1,6 +1,6 @@
 """Each GPU kernel of training: its error against float64, its time, and a profile of a whole training step.
 
-    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--shapes 16x4096,1x65536]
+    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536]
 
 Sizes are those of the `gss` preset. Times are medians by CUDA events; the table comes last.
 """
@@ -171,10 +171,11 @@ def losses(tokens: int) -> None:
     row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
 
 
-def training(batch: int, length: int, profile: bool, name: str = "gss") -> None:
+def training(batch: int, length: int, profile: bool, whole: bool, name: str = "gss") -> None:
     torch._dynamo.reset()
     model = gss.build_model(gss.preset(name)).cuda()
-    for layer in model.layers:
+    forward = torch.compile(model.hidden) if whole else model.hidden
+    for layer in () if whole else model.layers:
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
@@ -182,7 +183,7 @@ def training(batch: int, length: int, profile: bool, name: str = "gss") -> None:
 
     def step():
         with torch.autocast("cuda", torch.bfloat16):
-            hidden, _ = model.hidden(tokens, keep_state=False)
+            hidden, _ = forward(tokens, keep_state=False)
             loss = next_token_loss(model.logits, model.embedding.weight, hidden, tokens, mask)
         (loss / tokens.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -217,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="compile the layers together instead of one by one")
     parser.add_argument("--parts", default="convolution,modes,gates,losses,training")
     parser.add_argument("--shapes", default="16x4096")
     arguments = parser.parse_args()
@@ -240,7 +242,7 @@ def main() -> None:
         for shape in arguments.shapes.split(","):
             batch, length = map(int, shape.split("x"))
             try:
-                training(batch, length, arguments.profile)
+                training(batch, length, arguments.profile, arguments.whole)
             except torch.cuda.OutOfMemoryError:
                 print(shape, "does not fit", flush=True)
             torch.cuda.empty_cache()
