@@ -48,9 +48,18 @@ def test_block_recurrent_counts(name: str) -> None:
     assert account(config).parameters == pytest.approx(stated, rel=0.001)
 
 
-@pytest.mark.parametrize("name", [name for name in gss.PRESETS if name.endswith("-small")])
+@pytest.mark.parametrize("name", [name for name in gss.PRESETS if name.endswith("-small") and "-l-" not in name])
 def test_small_presets_are_small(name: str) -> None:
     assert 44e6 < account(gss.preset(name)).parameters < 60e6
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gss-l-small", 76.3), ("gss-hybrid-l-small", 80.2)])
+def test_larger_small_presets_are_in_the_papers_proportions(name: str, millions: float) -> None:
+    large, family = gss.preset(name), name.removesuffix("-l-small")
+    assert account(large).parameters == pytest.approx(millions * 1e6, rel=0.001)
+    assert large == gss.preset(f"{family}-small", depth=24)
+    # As in the paper: twice the layers, everything else the same.
+    assert gss.preset(f"{family}-l") == gss.preset(family, depth=2 * gss.preset(family).depth)
 
 
 @pytest.mark.parametrize("name", gss.PRESETS)

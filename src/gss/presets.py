@@ -52,6 +52,7 @@ def _recurrent(depth: int) -> dict[str, Any]:
 
 
 # Sizes that the smaller presets share. "small" is about 46M parameters with a 32k vocabulary; "tiny" trains on a CPU.
+# The larger ones of each size, as in the paper, have twice the layers and everything else the same.
 _SMALL = {"width": 512, "depth": 12, "gate_width": 2048, "channels": 128, "feedforward_width": 2048}
 _TINY = {
     "vocab_size": 257,
@@ -111,6 +112,14 @@ PRESETS: dict[str, Preset] = {
         config=override(_GSS_HYBRID, {**_SMALL, "state_space.modes": 256}),
         about="GSS with attention at layers 2, 6, 10, 48M parameters",
     ),
+    "gss-l-small": Preset(
+        config=override(_GSS, {**_SMALL, "depth": 24, "state_space.modes": 256}),
+        about="GSS-L: twice the layers of gss-small, 76M parameters",
+    ),
+    "gss-hybrid-l-small": Preset(
+        config=override(_GSS_HYBRID, {**_SMALL, "depth": 24, "state_space.modes": 256}),
+        about="GSS-Hybrid-L: attention at layers 2, 6, …, 22 of 24, 80M parameters",
+    ),
     "dss-small": Preset(
         config=override(_DSS_MODEL, {**_SMALL, "depth": 9, "state_space.modes": 64}),
         about="DSS, 46M parameters",
@@ -140,6 +149,14 @@ PRESETS: dict[str, Preset] = {
     "gss-hybrid-tiny": Preset(
         config=override(_GSS_HYBRID, {**_TINY, "state_space.modes": 64}),
         about="GSS with attention at layer 2, for a CPU",
+    ),
+    "gss-l-tiny": Preset(
+        config=override(_GSS, {**_TINY, "depth": 8, "state_space.modes": 64}),
+        about="GSS-L: twice the layers of gss-tiny, for a CPU",
+    ),
+    "gss-hybrid-l-tiny": Preset(
+        config=override(_GSS_HYBRID, {**_TINY, "depth": 8, "state_space.modes": 64}),
+        about="GSS-Hybrid-L: attention at layers 2 and 6 of 8, for a CPU",
     ),
     "dss-tiny": Preset(
         config=override(_DSS_MODEL, {**_TINY, "state_space.modes": 16}), about="DSS on bytes, for a CPU"
