@@ -1,4 +1,4 @@
-"""From a run folder to a model that is ready to use; states to files and back."""
+"""From a run folder, or the model in the box, to a model that is ready to use; states to files and back."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from gss import box
 from gss.config import ModelConfig, from_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.model import LanguageModel, build_model
@@ -43,12 +44,14 @@ class Loaded(NamedTuple):
     """Name of the preset that the model started from; None where that is not known."""
 
 
-def load(run: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Loaded:
+def load(run: str | Path | None = None, *, step: int | None = None, device: torch.device | str = "cpu") -> Loaded:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
+
+    Without a run it is the model that comes with the package. Weights kept in bf16, as its are, become float32.
 
     >>> model, tokenizer, *_ = gss.load("runs/books")
     """
-    folder = Path(run)
+    folder = box.folder() if run is None else Path(run)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a run folder: it has no config.json (`gss train --out` makes one)")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

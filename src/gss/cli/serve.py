@@ -1,9 +1,10 @@
 """`gss serve`: a run behind HTTP."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gss.cli.use import Run
 
 
 def register(app: typer.Typer) -> None:
@@ -12,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    run: Run = None,
     host: Annotated[str, typer.Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -39,6 +40,7 @@ def serve_command(
     """Serve a model: OpenAI-compatible completions, and a page to try it on."""
     from rich.console import Console
 
+    from gss.box import NAME
     from gss.cli.use import _device
     from gss.loading import load
 
@@ -64,9 +66,9 @@ def serve_command(
         seconds=max_seconds,
         queue=queue,
     )
-    with console.status(f"loading {run}"):
+    with console.status(f"loading {run or NAME}"):
         loaded = load(run, step=step, device=_device(device))
-    served_as = name or run.resolve().name
+    served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,
         name=served_as,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from gss.evaluate import Evaluation
 
+Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the app."""
@@ -24,8 +26,8 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
+    run: Run = None,
     split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
     carry_state: Annotated[
@@ -43,6 +45,7 @@ def evaluate_command(
     """Score held-out documents at several sequence lengths, the same target tokens at each."""
     from rich.console import Console
 
+    from gss.box import NAME
     from gss.cli.progress import share_bar
     from gss.data import open_dataset, require_same
     from gss.evaluate import evaluate
@@ -50,9 +53,9 @@ def evaluate_command(
     from gss.paper import PERPLEXITY
 
     wanted: list[int | None] = [*_whole_numbers(lengths)]
-    loaded = load(run, step=step, device=_device(device))
+    loaded, name = load(run, step=step, device=_device(device)), str(run or NAME)
     dataset = open_dataset(data, split)
-    require_same(dataset.tokenizer(), loaded.tokenizer.hash, f"the run {run}")
+    require_same(dataset.tokenizer(), loaded.tokenizer.hash, f"the run {name}")
     with share_bar("scoring") as show:
         result = evaluate(
             loaded.model,
@@ -71,10 +74,10 @@ def evaluate_command(
             writer.writeheader()
             writer.writerows(rows)
     if as_json:
-        facts = {"run": str(run), "step": loaded.step, "data": dataset.hash, "split": split}
+        facts = {"run": name, "step": loaded.step, "data": dataset.hash, "split": split}
         print(json.dumps({**facts, "documents": result.documents, "rows": rows}, indent=2))
     else:
-        table = length_table({f"step {loaded.step:,}": result}, f"{run} on {split}")
+        table = length_table({f"step {loaded.step:,}": result}, f"{name} on {split}")
         for corpus, scores in PERPLEXITY.get(loaded.preset or "", {}).items():
             columns = [f"{scores[row.length]:.2f}" if row.length in scores else "" for row in result.rows]
             table.add_row(f"paper, {corpus}", *columns, style="dim")
@@ -102,7 +105,7 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
 
 
 def generate_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    run: Run = None,
     prompt: Annotated[
         str, typer.Option(help="What to go on from; - reads standard input. Empty: a new document.")
     ] = "",

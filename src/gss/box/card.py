@@ -1,0 +1,107 @@
+"""The card of the model in the box: what it is, what it read, how well it does at which length, what it cannot do.
+
+Knows plain data only: every figure comes from the facts that the training script measured.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+FIELDS = (
+    "parameters",
+    "layers",
+    "vocabulary",
+    "bytes",
+    "data",
+    "training",
+    "scores",
+    "held_out",
+    "rounding",
+    "hardware",
+    "versions",
+    "date",
+    "commit",
+    "sample",
+)
+"""What must be known to write a card."""
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """The text of card.md; ValueError names what is missing."""
+    missing = [name for name in FIELDS if name not in facts]
+    if missing:
+        raise ValueError(f"the card needs {', '.join(missing)}: measure them first")
+    data, training, held_out, rounding = facts["data"], facts["training"], facts["held_out"], facts["rounding"]
+    lengths = [f"{row['length']:,}" if row["length"] else "whole books" for row in facts["scores"]]
+    scores = [
+        _row("tokens of context", *lengths),
+        _row(*["---"] * (len(lengths) + 1)),
+        _row("perplexity a token", *(f"{row['perplexity']:.2f}" for row in facts["scores"])),
+        _row("bits a byte", *(f"{row['bits_per_byte']:.4f}" for row in facts["scores"])),
+        _row("perplexity a word", *(f"{row['word_perplexity']:.1f}" for row in facts["scores"])),
+    ]
+    seen = training["steps"] * training["batch_tokens"]
+    stopped = (
+        f"; stopped by the clock, {training['planned_steps']:,} steps were planned"
+        if training["steps"] < training["planned_steps"]
+        else ""
+    )
+    rows = {
+        "parameters": f"{facts['parameters']:,}; {facts['layers']}",
+        "weights and vocabulary": f"{facts['bytes']:,} bytes: matrices in bf16, the rest in float32",
+        "vocabulary": facts["vocabulary"],
+        "trained on": f"{data['what']}: {data['documents']:,} documents, {data['bytes']:,} bytes, "
+        f"{data['tokens']:,} tokens, hash `{data['hash'][:16]}`",
+        "training": f"{training['steps']:,} steps of {training['batch_tokens']:,} tokens at length "
+        f"{training['length']:,}: {seen:,} tokens, {seen / data['tokens']:.1f} times through the data; "
+        f"rate {training['learning_rate']:g}, seed {training['seed']}{stopped}",
+        "time": f"{training['minutes']:.1f} minutes on {facts['hardware']}, "
+        f"{training['tokens_per_second']:,.0f} tokens/s",
+        "made": f"{facts['date']}, commit `{facts['commit']}`, {facts['versions']}",
+    }
+    table = "\n".join(_row(what, value) for what, value in rows.items())
+    measured = "\n".join(scores)
+    quoted = "\n".join(f"> {line}".rstrip() for line in facts["sample"]["text"].splitlines())
+    return f"""# The model in the box
+
+A GSS-Hybrid language model that writes in the manner of old books. It comes with `gss` and is used where no run is
+named: `gss generate --prompt "…"`, `gss serve`, `gss.load()`.
+
+| | |
+|---|---|
+{table}
+
+## How well it does
+
+On {held_out["documents"]:,} held-out documents, {held_out["tokens"]:,} tokens, each length over the same targets, with
+the weights as they ship, computed in float32:
+
+{measured}
+
+Rounding the matrices to bf16 took perplexity at {rounding["length"]:,} tokens from {rounding["before"]:.3f} to
+{rounding["after"]:.3f} ({rounding["tokens"]:,} tokens).
+
+## Data
+
+Project Gutenberg books from PG-19's train split, in the public domain in the United States, without their licence
+texts. The held-out books are from PG-19's validation split and from train books that were kept out; near-duplicates
+of them were dropped from the training data. Nothing else was read: no web text, no private text.
+
+## Limits
+
+- It is small: sentences hold together, stories and facts do not. What it says is made up.
+- English of the eighteenth to the early twentieth century, with the spelling, the line breaks and the views of its
+  time; some of those are offensive. Other languages and code are nearly unknown to it.
+- It follows no instructions and answers no questions: it goes on with a text.
+- It was trained on pieces of {training["length"]:,} tokens; longer contexts were only measured, in the table above.
+- It was tested for nothing but perplexity. Use it to try the library, not for decisions about anything.
+
+## A sample
+
+Prompt “{facts["sample"]["prompt"]}”, temperature {facts["sample"]["temperature"]:g}, seed {facts["sample"]["seed"]}:
+
+{quoted}
+"""
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,271 @@
+"""The model in the box: how it is written, how it is used where no run is named, and the one that ships."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from typer.testing import CliRunner
+
+import gss
+from gss import box
+from gss.box.card import FIELDS, card
+from gss.box.export import folder_size, rounded, write_box, write_card
+from gss.cli import app
+from gss.data import load_tokenizer, prepare
+from gss.generate import Sampling, generate
+from gss.train import resolve, train
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "configs" / "box.toml"
+SMALL = [
+    "model.width=16",
+    "model.depth=2",
+    "model.gate_width=24",
+    "model.channels=4",
+    "model.feedforward_width=24",
+    "model.state_space.modes=4",
+    "model.attention.heads=2",
+    "steps=3",
+    "length=64",
+    "batch_tokens=128",
+    "device=cpu",
+    "report.evaluate_every=0",
+    "report.sample_every=0",
+]
+GREEDY = Sampling(temperature=0)
+TEXT = "It was a dark and stormy night; the rain fell in torrents.\n\n  \t“Ægir,” she said, 北京 🙂\n"
+FACTS: dict[str, Any] = {
+    "parameters": 1234,
+    "layers": "1 × gss, width 16",
+    "vocabulary": "bytes",
+    "bytes": 5678,
+    "data": {"what": "books", "documents": 9, "tokens": 1000, "bytes": 4000, "hash": "0123456789abcdef0123"},
+    "training": {
+        "steps": 3,
+        "planned_steps": 4,
+        "batch_tokens": 500,
+        "length": 64,
+        "learning_rate": 4e-3,
+        "seed": 0,
+        "minutes": 1.5,
+        "tokens_per_second": 2000.0,
+    },
+    "scores": [
+        {"length": 512, "perplexity": 40.25, "bits_per_byte": 1.5, "word_perplexity": 300.0},
+        {"length": 65_536, "perplexity": 39.75, "bits_per_byte": 1.25, "word_perplexity": 290.0},
+    ],
+    "held_out": {"documents": 2, "tokens": 700},
+    "rounding": {"length": 512, "tokens": 700, "before": 40.1, "after": 40.2},
+    "hardware": "a GPU",
+    "versions": "gss 0",
+    "date": "2026-11-15",
+    "commit": "abc1234",
+    "sample": {"prompt": "It was", "temperature": 0.7, "seed": 0, "text": "It was\nlate."},
+}
+
+
+def call(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A prepared corpus, a run on it, and the run as a box."""
+    root = tmp_path_factory.mktemp("box")
+    for split in ("train", "valid"):
+        (root / "text" / split).mkdir(parents=True)
+        for number in range(4):
+            said = f"the {number}th of the {split} documents says little. " * 20
+            (root / "text" / split / f"{number}.txt").write_text(said, encoding="utf-8")
+    prepare([str(root / "text")], root / "data", load_tokenizer("bytes"), workers=1)
+    train(resolve("gss-hybrid-tiny", None, SMALL, 257), root / "data", root / "run", quiet=True)
+    return root / "data", root / "run", write_box(root / "run", root / "a-box")
+
+
+@pytest.fixture
+def shipped(folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if the small box came with the package."""
+    monkeypatch.setattr(box, "SHIPPED", folders[2])
+    return folders[2]
+
+
+def test_the_recipe_fits() -> None:
+    run = resolve(None, RECIPE, (), 8192)
+    model = gss.build_model(run.model)
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 8_000_000
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in rounded(model).values())
+    assert weights + 300_000 <= box.MOST_BYTES  # a vocabulary of 8,192 pieces takes 140 kB
+    assert {"gss", "attention"} == set(run.model.layers)
+
+
+def test_matrices_are_bf16_and_come_back_as_float32(folders: tuple[Path, Path, Path]) -> None:
+    _, run, folder = folders
+    (path,) = folder.glob("checkpoints/*/model.safetensors")
+    assert path.stat().st_mode & 0o777 == 0o644
+    stored = load_file(path)
+    model = gss.load(run).model
+    for name, parameter in model.named_parameters():
+        narrow = parameter.ndim > 1 and "space" not in name
+        assert stored[name].dtype == (torch.bfloat16 if narrow else torch.float32), name
+    loaded = gss.load(folder)
+    assert loaded.step == 3
+    for name, tensor in loaded.model.state_dict().items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, stored[name].float(), rtol=0, atol=0)
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert not any("optimizer" in name or name.endswith((".pkl", ".pt", ".bin")) for name in names)
+    assert "folder" not in json.loads((folder / "data.json").read_text())
+
+
+def test_a_box_is_refused_when_it_cannot_ship(
+    folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run, folder = folders
+    with pytest.raises(ValueError, match="not an empty folder"):
+        write_box(run, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("gss.box.export.MOST_BYTES", 1000)
+        with pytest.raises(ValueError, match="more than the 1,000"):
+            write_box(run, tmp_path / "large")
+    assert not list(tmp_path.iterdir())
+    words = Tokenizer(WordLevel({"some": 0, "words": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    prepare([str(data.parent / "text")], tmp_path / "data", load_tokenizer(tmp_path / "tokenizer.json"), workers=1)
+    train(resolve("gss-hybrid-tiny", None, SMALL, 4), tmp_path / "data", tmp_path / "run", quiet=True)
+    with pytest.raises(ValueError, match="lossless"):
+        write_box(tmp_path / "run", tmp_path / "lossy")
+
+
+def test_without_a_box_commands_say_so(
+    folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box, "SHIPPED", tmp_path / "model")
+    message = "comes without a model of its own: name a run folder"
+    with pytest.raises(ValueError, match=message):
+        gss.load()
+    for arguments in (["generate", "--prompt", "It"], ["eval", "--data", folders[0]], ["serve"]):
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+
+
+def test_commands_without_a_run_take_the_box(shipped: Path, folders: tuple[Path, Path, Path]) -> None:
+    wanted = ["--prompt", "the ", "--tokens", 20, "--temperature", 0]
+    text = call("generate", *wanted)
+    assert text.startswith("the ")
+    assert text == call("generate", shipped, *wanted) == call("generate", *wanted)
+    rows = json.loads(call("eval", "--data", folders[0], "--lengths", "64", "--json"))
+    assert rows["run"] == box.NAME
+    assert rows["rows"] == json.loads(call("eval", shipped, "--data", folders[0], "--lengths", "64", "--json"))["rows"]
+    assert "the model in the box" in " ".join(call("generate", "--help").replace("│", " ").split())
+
+
+def test_serve_without_a_run_takes_the_box(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pytest.importorskip("gss.serve.server")
+    served: dict[str, Any] = {}
+    monkeypatch.setattr(server, "serve", lambda loaded, **options: served.update(options, loaded=loaded))
+    call("serve", "--device", "cpu")
+    assert served["name"] == box.NAME
+    assert served["loaded"].step == 3
+    call("serve", shipped, "--device", "cpu")
+    assert served["name"] == "a-box"
+
+
+def test_a_box_goes_to_transformers(shipped: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import gss.hf as exchange
+
+    exchange.export_run(shipped, tmp_path / "exported")
+    wrapped = exchange.GSSForCausalLM.from_pretrained(tmp_path / "exported")
+    tokens = torch.arange(40).unsqueeze(0)
+    torch.testing.assert_close(wrapped(tokens).logits, gss.load().model(tokens)[0])
+
+
+def test_the_card_has_every_figure(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    text = card(FACTS)
+    for figure in ("40.25", "39.75", "65,536", "1.2500", "1,500 tokens", "1.5 times", "4 steps were planned"):
+        assert figure in text
+    for fact in ("2026-11-15", "abc1234", "a GPU", "> late.", "0123456789abcdef", "## Limits", "## Data"):
+        assert fact in text
+    for name in FIELDS:
+        with pytest.raises(ValueError, match=f"needs {name}"):
+            card({key: value for key, value in FACTS.items() if key != name})
+    folder = write_box(folders[1], tmp_path / "box")
+    write_card(folder, FACTS)
+    assert (folder / box.CARD).read_text() == text
+    assert json.loads((folder / box.FACTS).read_text()) == FACTS
+    assert gss.load(folder).step == 3
+
+
+@pytest.mark.soak
+def test_the_script_makes_a_box(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "box_on_gpu.py"
+    out = tmp_path / "box"
+    command = [sys.executable, script, "--trial", "--out", out, "--work", tmp_path / "work", "--minutes", "5"]
+    for _ in range(2):  # the second time everything is there, and the folder is made anew
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "It was a dark and stormy night" in done.stdout
+    _check_box(out)
+
+
+def _check_box(folder: Path) -> None:
+    """What holds of every box that was made for real."""
+    assert folder_size(folder) <= box.MOST_BYTES
+    facts = json.loads((folder / box.FACTS).read_text())
+    assert (folder / box.CARD).read_text() == card(facts)
+    model, tokenizer, step, _ = gss.load(folder)
+    assert facts["training"]["steps"] == step
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert tokenizer.lossless
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    first = generate(model, tokenizer, "It was", max_tokens=40, sampling=GREEDY)
+    assert first == generate(gss.load(folder).model, tokenizer, "It was", max_tokens=40, sampling=GREEDY)
+
+
+needs_box = pytest.mark.skipif(
+    not (box.SHIPPED / "config.json").is_file(), reason="this build comes without a model in the box (docs/box.md)"
+)
+
+
+@needs_box
+def test_the_shipped_box() -> None:
+    _check_box(box.folder())
+    facts = json.loads((box.folder() / box.FACTS).read_text())
+    assert {row["length"] for row in facts["scores"]} >= {512, 4096, 16_384, 65_536}
+    assert "attention" in gss.load().model.config.layers
+
+
+@needs_box
+def test_the_shipped_box_writes_english() -> None:
+    model, tokenizer, *_ = gss.load()
+    text = generate(model, tokenizer, "It was a dark and stormy night", max_tokens=200, sampling=Sampling())
+    common = {"the", "and", "of", "to", "a", "in", "was", "he", "it", "that", "his", "with", "I", "as", "had", "not"}
+    words = text.split()
+    assert len(words) > 80
+    assert sum(word.strip(",.;:!?“”\"'") in common for word in words) > len(words) / 6
+
+
+@needs_box
+@pytest.mark.soak
+def test_the_shipped_box_is_quick() -> None:
+    model, tokenizer, *_ = gss.load()
+    generate(model, tokenizer, "It was", max_tokens=20)
+    best = 0.0
+    for seed in range(5):
+        started = time.process_time()  # of this process: a busy machine does not count
+        text = generate(model, tokenizer, "It was a dark and stormy night", max_tokens=300, seed=seed)
+        seconds = (time.process_time() - started) / torch.get_num_threads()
+        best = max(best, len(tokenizer.encode(text)) / seconds)
+    assert best >= 100, f"{best:.0f} tokens/s"
