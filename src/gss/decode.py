@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
-from gss.nn.stepping import join_rows, keep_rows
 from gss.ops import fast
 from gss.ops.few_rows import MOST_ROWS, FewRows
 
@@ -72,7 +71,7 @@ class Decoder:
         self._model.check_state(state, state.batch)
         self._position = torch.cat([self._position, state.position])
         for stepper, held in zip(self._steppers, state.layers, strict=True):
-            join_rows(stepper, held)
+            stepper.join(held)
 
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
@@ -82,7 +81,7 @@ class Decoder:
         """
         self._position = self._position[list(rows)]
         for stepper in self._steppers:
-            keep_rows(stepper, rows)
+            stepper.keep(rows)
 
 
 def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> "Decoder | GraphDecoder":

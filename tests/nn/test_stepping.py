@@ -19,7 +19,7 @@ def test_a_state_space_is_not_cast(step_range: tuple[float, float] | None) -> No
         stepper = StateSpaceStepper(space, model.initial_state(2).layers[0]["modes"], block=8)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             outputs.append([stepper.step(u) for u in inputs[:10]])
-            stepper.join({"modes": stepper.modes()[:1]})
+            stepper.join(stepper.modes()[:1])
             stepper.keep([0, 2])
             outputs[-1] += [stepper.step(u) for u in inputs[10:]]
             states.append(stepper.modes())

@@ -4,6 +4,8 @@ The state is the keys and values that later tokens can still see (all of them, o
 tokens each row has read; rows may be at different positions, so every index below is a row's own.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -135,6 +137,12 @@ class _Steps:
 
     def state(self) -> LayerState:
         return self._cache.state()
+
+    def join(self, state: LayerState) -> None:
+        self._cache.join(state)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._cache.keep(rows)
 
 
 def _positions(first: Tensor, length: int) -> Tensor:

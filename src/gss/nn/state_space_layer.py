@@ -71,3 +71,11 @@ class _Steps:
 
     def state(self) -> LayerState:
         return {name: space.modes() for name, space in self._spaces.items()}
+
+    def join(self, state: LayerState) -> None:
+        for name, space in self._spaces.items():
+            space.join(state[name])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for space in self._spaces.values():
+            space.keep(rows)

@@ -3,11 +3,11 @@
 A stepper starts from a state, changes its own copies in place, and can give the state back at any time: between two
 calls of the model it is exactly the layer. Most layers need none of their own; `PlainStepper` just calls them.
 
-Rows may come and go between steps (`join_rows`, `keep_rows`), and one that does costs about as much as it weighs,
-whatever else is in the batch.
+Rows may come and go between steps (`join`, `keep`), and one that does costs about as much as it weighs, whatever else
+is in the batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -31,6 +31,12 @@ class Stepper(Protocol):
 
     def state(self) -> "LayerState":
         """The state after what has been read."""
+
+    def join(self, state: "LayerState") -> None:
+        """Add the rows of a state, after those that are there."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
 
 
 class Rows:
@@ -130,9 +136,9 @@ class StateSpaceStepper:
         """The state [B, H, N, 2] after what has been read."""
         return torch.view_as_real(self._folded() if self._read else self._modes.tensor.clone())
 
-    def join(self, state: "LayerState") -> None:
-        """Add the rows of a state, wherever the others are in their block."""
-        (modes,) = (torch.view_as_complex(tensor) for tensor in state.values())
+    def join(self, modes: Tensor) -> None:
+        """Add the rows of a state [B, H, N, 2], wherever the others are in their block."""
+        modes = torch.view_as_complex(modes)
         if not self._joined:
             self._read = 0
         read, count = self._read, len(modes)
@@ -229,32 +235,3 @@ class CacheStepper:
         larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
         larger[:, :, : cache.shape[2]] = cache
         return larger
-
-
-RowHolder = PlainStepper | StateSpaceStepper | CacheStepper
-"""What holds rows: `join(state)` adds those of a state, `keep(rows)` goes on with some of them."""
-
-
-def join_rows(stepper: Stepper, state: "LayerState") -> None:
-    """Add the rows of a layer's state to a stepper, after those that are there."""
-    for slots, holder in _row_holders(stepper):
-        holder.join({slot: state[slot] for slot in slots or state})
-
-
-def keep_rows(stepper: Stepper, rows: Sequence[int]) -> None:
-    """Go on with these rows of a stepper only, in this order."""
-    for _, holder in _row_holders(stepper):
-        holder.keep(rows)
-
-
-def _row_holders(stepper: Stepper) -> Iterator[tuple[tuple[str, ...], RowHolder]]:
-    """What holds a stepper's rows, each with the names of its part of the layer's state (none: all of it).
-
-    That is the stepper itself, or else its attributes: one of them, or a dictionary by the names of states.
-    """
-    if isinstance(stepper, RowHolder):
-        yield (), stepper
-        return
-    for value in vars(stepper).values():
-        named = {(name,): part for name, part in value.items()} if isinstance(value, dict) else {(): value}
-        yield from ((slots, part) for slots, part in named.items() if isinstance(part, RowHolder))
