@@ -13,13 +13,12 @@ import gss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, reference
 from gss.ops.gate import ACTIVATIONS
-from gss.ops.kernel import kernel
 from gss.ops.vandermonde import evaluate, project
 from tests.comparing import relative_error
 
 pytest.importorskip("triton")
 from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, long, powers, scan, taps, transpose
+from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -188,8 +187,6 @@ def test_states_pass_from_row_to_row() -> None:
 def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 512, a rest, a state before and after, or one operation, against the recurrence in float64."""
     carried, whole = how == "carried", how == "whole"
-    if whole and length <= 512:
-        pytest.skip("one row has no state between rows")
     monkeypatch.setattr(fft, "LONGEST", 512)
     space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
     parameters = dict(space.named_parameters())
@@ -212,8 +209,7 @@ def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: py
     space = space.to(DEVICE)
     v = signal.to(DEVICE).requires_grad_()
     if whole:
-        parameters_in_order = (space.log_decay, space.frequency, space.readout, space.skip)
-        (found, _), after = long.mix_long(v, *parameters_in_order, True), None
+        found, after = rows.mix_alone(v, space.log_decay, space.frequency, space.readout, space.skip, True), None
     else:
         found, after = space._mix_rows(v, None if before is None else before.to(DEVICE), carried)
     scalar(found, after).backward()
@@ -250,11 +246,10 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fast.usable(torch.device("cpu"))
 
 
-def test_kernels_of_rows_with_a_step_a_channel() -> None:
+def test_a_step_a_channel() -> None:
     space = DiagonalStateSpace(3, gss.preset("dss-tiny").state_space)
+    signal = torch.randn(2, 3, 300).half()
     with torch.no_grad():
-        expected = kernel(*space.double().discretized(), 512)
-        expected[:, 0] += space.skip
-        space = space.float().to(DEVICE)
-        found = rows.taps(*space.discretized(), space.skip, 512)
-    assert relative_error(found.cpu(), expected) < 1e-5
+        expected, _ = space.double()._mix(signal.double().transpose(1, 2), None, False)
+        found, _ = space.float().to(DEVICE)._mix_rows(signal.to(DEVICE), None, False)
+    assert relative_error(found.cpu(), expected.transpose(1, 2)) < HALF

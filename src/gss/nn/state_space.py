@@ -61,70 +61,40 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    def short_taps(self, x: Tensor) -> Tensor | None:
-        """The kernel for signals of the shape [B, L, ·] of x that the GPU kernels convolve whole; None elsewhere."""
-        if x.shape[1] == 1 or fast.half(x) is None:
-            return None
-        from gss.ops.gpu import fft
-
-        if x.shape[1] > fft.LONGEST:
-            return None
-        row = fft.row_length(x.shape[1])
-        if not self._as_in_the_paper:
-            return self._taps(row)
-        from gss.ops.gpu.taps import taps
-
-        return taps(*self._parameters_in_order(), self.config.imaginary == "exp", row)
-
-    @property
-    def _as_in_the_paper(self) -> bool:
-        """The form that some GPU kernels are for: the unit step, zero-order hold, float32 parameters."""
-        return self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
-
-    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.log_decay, self.frequency, self.readout, self.skip
-
-    @torch.compiler.disable  # complex arithmetic is not the compiler's
-    def _taps(self, row: int) -> Tensor:
-        from gss.ops import rows
-
-        with torch.autocast(self.readout.device.type, enabled=False):
-            return rows.taps(*self.discretized(), self.skip, row)
-
     def forward(
-        self,
-        u: Tensor,
-        state: Tensor | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-        taps: Tensor | None = None,
+        self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
-        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too. `taps` is
-        what `short_taps` gave, for a signal that neither goes on from a state nor leaves one; others with a step a
-        channel take the plain path.
+        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
         """
         if documents is not None:
             return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
         kind = fast.half(u)
-        if kind is None or u.shape[1] == 1 or (taps is None and self.log_step is not None):
+        if kind is None or u.shape[1] == 1:
             return self._mix(u, state, keep_state)
-        from gss.ops.gpu.fft import convolve_rows
+        return self._mix_on_gpu(u.to(kind), state, keep_state)
+
+    def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
+        """Channels first while the kernels work. What neither goes on nor is gone on from, as in training, is quicker."""
+        from gss.ops import rows
         from gss.ops.gpu.transpose import swapped
 
-        channels_first, after = swapped(u.to(kind)), None
-        if taps is not None:
-            y = convolve_rows(channels_first, taps)
-        elif state is None and not keep_state and self._as_in_the_paper:
-            from gss.ops.gpu.long import mix_long
-
-            y, _ = mix_long(channels_first, *self._parameters_in_order(), self.config.imaginary == "exp")
-        else:
-            y, after = self._mix_rows(channels_first, state, keep_state)
+        alone = state is None and not keep_state
+        if (
+            alone
+            and self.log_step is None
+            and self.config.discretization == "zoh"
+            and self.readout.dtype == torch.float32
+        ):
+            parameters = (self.log_decay, self.frequency, self.readout, self.skip)
+            return swapped(rows.mix_alone(swapped(u), *parameters, self.config.imaginary == "exp")), None
+        if self.log_step is not None and not (alone and rows.fits(u.shape[1])):
+            return self._mix(u, state, keep_state)  # a table of powers a channel would be too large
+        y, after = self._mix_rows(swapped(u), state, keep_state)
         return swapped(y), after
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         from gss.ops import rows
 

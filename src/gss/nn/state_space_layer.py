@@ -42,12 +42,10 @@ class StateSpaceLayer(SequenceLayer):
         documents: Documents | None = None,
     ) -> tuple[Tensor, LayerState]:
         after: LayerState = {}
-        alone = state is None and not keep_state and documents is None
-        taps = {name: space.short_taps(x) if alone else None for name, space in self.spaces().items()}
 
         def mix(name: str, space: DiagonalStateSpace) -> Mix:
             def run(u: Tensor) -> Tensor:
-                y, modes = space(u, state and state[name], keep_state, documents, taps[name])
+                y, modes = space(u, state and state[name], keep_state, documents)
                 if modes is not None:
                     after[name] = modes
                 return y

@@ -9,15 +9,30 @@ import torch
 from torch import Tensor
 
 from gss.ops.gpu import fft, powers
+from gss.ops.gpu.long import mix_long
 from gss.ops.gpu.scan import scan
+from gss.ops.gpu.taps import taps
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import evaluate, project
 
 
-def taps(readout: Tensor, log_a: Tensor, skip: Tensor, row: int) -> Tensor:
-    """The kernel with D in its first tap, [H, T] for rows of length T."""
-    return _with_skip(kernel(readout, log_a, row, _table(log_a, row)), skip)
+def fits(length: int) -> bool:
+    """Whether a signal is one row."""
+    return length <= fft.LONGEST
+
+
+def mix_alone(
+    signal: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool
+) -> Tensor:
+    """y = D·u + K∗u for u [B, H, L] of 16 bits that begins from nothing and whose last state nobody wants.
+
+    For the paper's form, from its parameters: operations that a compiler takes as they are, and few of them.
+    """
+    parameters = (log_decay, frequency, readout, skip, exponentiated)
+    if not fits(signal.shape[-1]):
+        return mix_long(signal, *parameters)[0]
+    return fft.convolve_rows(signal, taps(*parameters, fft.row_length(signal.shape[-1])))
 
 
 def mix(
@@ -25,7 +40,7 @@ def mix(
 ) -> tuple[Tensor, Tensor | None]:
     """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N]; and the state after it.
 
-    Signals of more than one row must have modes that all channels share: log Ā [1, N].
+    Channels with modes of their own are for signals of one row and without states: a table of powers each is large.
     """
     batch, channels, length = signal.shape
     row = fft.row_length(length)
