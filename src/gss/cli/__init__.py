@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, exchange, models, quickstart, report, serve, train, use
+from gss.cli import bench, data, exchange, models, quickstart, report, reproduce, serve, train, use
 
 app = typer.Typer(
     name="gss",
@@ -49,6 +49,7 @@ train.register(app)
 exchange.register(app)
 quickstart.register(app)
 report.register(app)
+reproduce.register(app)
 
 
 def main() -> None:

@@ -1,0 +1,69 @@
+"""The ways to start a state space that are tried against each other, around the library's default.
+
+A time constant is −1/Re λ, the tokens after which a mode has faded to 1/e; a frequency is Im λ, in radians a token.
+The default starts time constants log-uniform from 1 to 1,000 tokens, frequencies as exp(N(0,1)), and scales C so that
+every mode adds the same energy to the kernel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One candidate."""
+
+    name: str
+    about: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to a `TrainConfig`."""
+
+
+def candidate(name: str, about: str, **fields: Any) -> Start:
+    """A candidate that changes fields of the state space's configuration; every field of the default is written out,
+    so that the study stays what it was when the default moves."""
+    return Start(
+        name=name,
+        about=about,
+        settings={f"model.state_space.{field}": value for field, value in {**_DEFAULT, **fields}.items()},
+    )
+
+
+_DEFAULT: dict[str, Any] = {
+    "decay_init": "log_uniform",
+    "decay_range": (1e-3, 1.0),
+    "frequency_init": "log_normal",
+    "frequency_range": (1e-4, 3.14159),
+    "readout_init": "equal_energy",
+}
+
+INITIALISATIONS: tuple[Start, ...] = (
+    candidate("1-1000", "time constants of 1 to 1,000 tokens, exp(N(0,1)), equal energy"),
+    # Ranges of Re λ.
+    candidate("1-100", "no mode slower than 100 tokens", decay_range=(1e-2, 1.0)),
+    candidate("1-4000", "up to 4,000 tokens, the training length", decay_range=(2.5e-4, 1.0)),
+    candidate("1-16000", "up to 16,000 tokens", decay_range=(6e-5, 1.0)),
+    candidate("10-1000", "no mode faster than 10 tokens", decay_range=(1e-3, 0.1)),
+    candidate("0.1-1000", "modes within a token too", decay_range=(1e-3, 10.0)),
+    # Ranges of Im λ.
+    candidate(
+        "low-frequencies",
+        "frequencies log-uniform from 0.001 to π",
+        frequency_init="log_uniform",
+        frequency_range=(1e-3, 3.14159),
+    ),
+    candidate("even-frequencies", "frequencies 2π(n+½)/N", frequency_init="linear"),
+    # The energy of slow modes.
+    candidate("loud", "C ÷ N for all modes: the slow ones have most of the energy", readout_init="inverse"),
+    candidate(
+        "quiet",
+        "half exp(N(0,1)) with C ÷ √N, half of 10 to 1,000 tokens at 0.3 of equal energy",
+        decay_init="mixed",
+        decay_range=(1e-3, 0.1),
+        readout_init="mixed",
+    ),
+    # Without structure.
+    candidate("random", "Re, Im and C all from N(0,1), the paper's own", decay_init="log_normal", readout_init="unit"),
+    candidate("random-scaled", "the same, C ÷ √N", decay_init="log_normal", readout_init="inverse_sqrt"),
+)

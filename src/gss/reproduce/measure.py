@@ -1,0 +1,182 @@
+"""What a trained run scores and remembers: perplexity by length, loss by position, time constants by layer.
+
+Bits a byte have two denominators. `raw` is the text as it was before any vocabulary saw it. `given_back` is the text
+that the scored tokens decode to: for a lossless vocabulary the same, for one that drops newlines and runs of spaces
+(T5's) less, since what was dropped was never predicted, nor paid for.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gss.accounting import account
+from gss.bench.results import hardware, source_commit, versions
+from gss.data import Dataset, open_dataset
+from gss.evaluate import PAPER_LENGTHS, LengthResult, evaluate
+from gss.loading import load
+from gss.model import LanguageModel, build_model
+from gss.nn.state_space import DiagonalStateSpace
+from gss.reproduce.plan import HELD_OUT, Run
+from gss.reproduce.results import WHOLE, Layout
+from gss.train.folder import read_metrics
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+_REACHES = (100, 1000, 4096)
+_UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the length
+# Tokens read at a time and side by side; on a GPU long pieces, many of them.
+_PIECE = {"cuda": 16_384, "cpu": 4096}
+_SIDE_BY_SIDE = {"cuda": 131_072, "cpu": 16_384}
+
+
+def measured(
+    run: Run, folder: Path, layout: Layout, device: torch.device, show: Callable[[float], None]
+) -> dict[str, Any]:
+    """Everything a result holds that is known once the run in `folder` has been trained."""
+    loaded = load(folder, device=device)
+    dataset = open_dataset(run.corpus.folder, HELD_OUT, verify=False)
+    lengths = lengths_of(run, loaded.model, dataset)
+    half = device.type == "cuda"
+    result = evaluate(
+        loaded.model,
+        dataset,
+        lengths,
+        max_tokens=run.evaluate_tokens,
+        piece=_PIECE[device.type],
+        batch_tokens=_SIDE_BY_SIDE[device.type],
+        precision="bf16" if half else "fp32",
+        report=lambda done, total: show(done / total),
+    )
+    raw, given_back = text_bytes(run, dataset)
+    rows = {
+        WHOLE if row.length is None else str(row.length): _row(row, raw, given_back, run.corpus.lossless)
+        for row in result.rows
+    }
+    if lengths == [None]:
+        rows["512"] = rows[WHOLE]  # no document is longer: the same windows
+    return {
+        "parameters": account(run.config.model).parameters,
+        **speed(folder, run),
+        "lengths": rows,
+        "evaluation": {
+            "split": result.split,
+            "documents": result.documents,
+            "tokens": result.tokens,
+            "raw_bytes": raw,
+            "given_back_bytes": given_back,
+            "lossless": run.corpus.lossless,
+            "precision": "bf16" if half else "fp32",
+        },
+        "time_constants": {"start": time_constants(_at_start(run)), "end": time_constants(loaded.model)},
+        "layout": {
+            "compile": layout.compile,
+            "micro_batch_tokens": layout.micro_batch_tokens,
+            "tokens_per_second": layout.tokens_per_second,
+        },
+        "hardware": hardware(device),
+        "versions": versions(),
+        "commit": source_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def lengths_of(run: Run, model: LanguageModel, dataset: Dataset) -> list[int | None]:
+    """The paper's lengths that a scored document reaches, and whole documents; without a bounded state only short
+    ones."""
+    counts, left = [0], run.scored_tokens
+    for length in dataset.lengths.tolist():
+        counts.append(min(length, left))
+        left -= counts[-1]
+    reached: list[int | None] = [length for length in PAPER_LENGTHS if length <= max(counts)]
+    if model.bounded_state or not reached:
+        return [*reached, None]
+    limit = max(_UNBOUNDED_LIMIT, run.config.length)
+    return [length for length in reached if length is not None and length <= limit]
+
+
+def _row(row: LengthResult, raw: int, given_back: int, lossless: bool) -> dict[str, Any]:
+    bits = row.loss * row.tokens / math.log(2)
+    return {
+        "perplexity": row.perplexity,
+        "loss": row.loss,
+        "standard_error": row.standard_error,
+        "word_perplexity": row.word_perplexity,
+        "bits_per_byte": bits / raw if raw and lossless else None,
+        "bits_per_raw_byte": bits / raw if raw else None,
+        "bits_per_given_back_byte": bits / given_back if given_back else None,
+        "by_position": [
+            {"start": part.start, "stop": part.stop, "tokens": part.tokens, "loss": part.loss}
+            for part in row.by_position
+        ],
+    }
+
+
+def text_bytes(run: Run, dataset: Dataset) -> tuple[int, int]:
+    """Bytes of the scored documents: of their raw text, and of what their tokens decode to.
+
+    A document that was cut counts with its share of its raw bytes.
+    """
+    return _text_bytes(str(dataset.folder), dataset.hash or "", run.scored_tokens)
+
+
+@lru_cache(maxsize=8)
+def _text_bytes(folder: str, data_hash: str, tokens: int) -> tuple[int, int]:
+    dataset = open_dataset(folder, HELD_OUT, verify=False)
+    tokenizer = dataset.tokenizer()
+    raw, given_back, left = 0.0, 0, tokens
+    for start, length, size in zip(dataset.starts, dataset.lengths, dataset.document_bytes, strict=True):
+        count = min(int(length), left)
+        if not count:
+            break
+        left -= count
+        raw += float(size) * count / int(length)
+        if not tokenizer.lossless:
+            given_back += len(tokenizer.decode(dataset.tokens[start : start + count]).encode())
+    return round(raw), round(raw) if tokenizer.lossless else given_back
+
+
+def speed(folder: Path, run: Run) -> dict[str, Any]:
+    """Seconds in training steps over all starts of the run, and tokens a second: the median over its steps."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    speeds = [row["tokens_per_second"] for row in rows]
+    return {
+        "seconds": sum(run.config.batch_tokens / speed for speed in speeds),
+        "tokens_per_second": statistics.median(speeds),
+        "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
+    }
+
+
+def _at_start(run: Run) -> LanguageModel:
+    """The model before its first step: training seeds torch and builds it, and so does this."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.config.seed)
+        return build_model(run.config.model)
+
+
+@torch.no_grad()
+def time_constants(model: LanguageModel) -> list[dict[str, Any]]:
+    """For every state space, first to last: quantiles of −1/Re λ in tokens, and shares of modes that reach far."""
+    found = []
+    for number, layer in enumerate(model.sequence_layers(), 1):
+        spaces = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
+        for index, space in enumerate(spaces):
+            _, log_a = space.discretized()
+            tokens = (-1 / log_a.real).flatten().double().cpu().numpy()
+            found.append(
+                {
+                    "layer": f"{number}{'abcdef'[index] if len(spaces) > 1 else ''}",
+                    "quantiles": dict(zip(map(str, QUANTILES), _quantiles(tokens), strict=True)),
+                    "share_over": {str(reach): float((tokens > reach).mean()) for reach in _REACHES},
+                }
+            )
+    return found
+
+
+def _quantiles(values: Any) -> Sequence[float]:
+    return [float(value) for value in np.quantile(values, QUANTILES)]

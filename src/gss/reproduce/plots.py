@@ -1,0 +1,65 @@
+"""A figure a corpus: perplexity by evaluation length, and the loss by position in the longest windows."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gss.evaluate import PAPER_LENGTHS
+from gss.report.theme import log_axis, png, require_matplotlib, run_colour, style
+from gss.reproduce.settings import Target
+from gss.reproduce.tables import Found, by_corpus, groups
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FIRST_POSITION = 8  # before it everything is guesswork and would flatten the rest
+_STYLES = ("-", "--", ":")  # after eight colours
+
+
+def draw(target: Target, found: Found) -> dict[str, bytes]:
+    """File name → PNG."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    images = {}
+    with style():
+        for corpus, runs in by_corpus(found).items():
+            figure = Figure(figsize=(9.4, 3.9))
+            left, right = figure.subplots(1, 2)
+            for index, (run, kept) in enumerate(groups(runs)):
+                look = {"color": run_colour(index), "linestyle": _STYLES[index // 8 % len(_STYLES)]}
+                _by_length(left, run.system.label, kept, look)
+                _by_position(right, kept, look)
+            _finish(left, right, kept[0]["config"]["length"], corpus)
+            handles, labels = left.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+            images[f"{corpus}.png"] = png(figure)
+    return images
+
+
+def _by_length(axes: "Axes", label: str, kept: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> None:
+    lengths = [length for length in PAPER_LENGTHS if all(str(length) in result["lengths"] for result in kept)]
+    means = [statistics.fmean(r["lengths"][str(length)]["perplexity"] for r in kept) for length in lengths]
+    axes.plot(lengths, means, marker="o", markersize=4, label=label, **look)
+
+
+def _by_position(axes: "Axes", kept: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> None:
+    """Of the longest windows that all seeds have."""
+    longest = max((name for name in kept[0]["lengths"] if name.isdecimal()), key=int)
+    rows = [result["lengths"][longest]["by_position"] for result in kept]
+    parts = [same for same in zip(*rows, strict=False) if same[0]["start"] >= _FIRST_POSITION]
+    middles = [(part[0]["start"] * part[0]["stop"]) ** 0.5 for part in parts]
+    axes.plot(middles, [statistics.fmean(one["loss"] for one in part) for part in parts], **look)
+
+
+def _finish(left: "Axes", right: "Axes", trained: int, corpus: str) -> None:
+    for axes, x, y in (
+        (left, "evaluation length (tokens)", f"perplexity on {corpus}"),
+        (right, "position in the longest window (tokens)", "loss (nats a token)"),
+    ):
+        log_axis(axes, "x")
+        axes.axvline(trained, linewidth=0.8, linestyle=":", color="0.6")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+    left.set_xticks(PAPER_LENGTHS, ["512", "4k", "16k", "65k"])
+    left.set_title("dotted: the training length", fontsize=8.5, loc="right", color="0.4")

@@ -1,0 +1,112 @@
+"""Results: one JSON file a run, which is all that a later call needs to know that the run is done.
+
+The file holds what was run (every setting, the data's hashes), what came out (perplexity, loss by position and time
+constants), and where (hardware, versions, commit). A file of the same name with other settings is refused.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gss.config import to_mapping
+from gss.report.files import replace
+from gss.reproduce.plan import Run
+from gss.train.config import differences
+
+FORMAT = 1
+WHOLE = "whole"
+"""The name of the length at which every document is read whole, its state carried."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run's arithmetic is laid out on a device, and how fast that is."""
+
+    compile: bool
+    micro_batch_tokens: int | None
+    tokens_per_second: float
+
+
+class Shelf:
+    """The results that are kept in a folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def path(self, run: Run) -> Path:
+        """Where a run's result lies, or will."""
+        return self.folder / f"{run.name}.json"
+
+    def find(self, run: Run) -> dict[str, Any] | None:
+        """A run's result, if it is done; ValueError where the file is of something else."""
+        path = self.path(run)
+        if not path.is_file():
+            return None
+        kept = _read(path)
+        changed = differences(kept["config"], run.config)
+        for name, value in {**run.corpus.identity, "evaluate_tokens": run.evaluate_tokens}.items():
+            if kept["identity"].get(name) != value:
+                changed[f"data.{name}"] = (kept["identity"].get(name), value)
+        if changed:
+            what = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items())
+            raise ValueError(
+                f"{path} is the result of a run with other settings or data: {what}. "
+                "Move it away to run anew, or give another --out"
+            )
+        return kept
+
+    def put(self, run: Run, outcome: Mapping[str, Any]) -> None:
+        """Keep a run's result; the file appears whole or not at all."""
+        document = {
+            "format": FORMAT,
+            "name": run.name,
+            "system": run.system.name,
+            "label": run.system.label,
+            "scale": run.scale.name,
+            "corpus": run.corpus.name,
+            "seed": run.config.seed,
+            "tokens": run.tokens,
+            "epochs": run.tokens / run.corpus.train_tokens,
+            **outcome,
+            "identity": {**run.corpus.identity, "evaluate_tokens": run.evaluate_tokens},
+            "config": to_mapping(run.config),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace(self.path(run), (json.dumps(_finite(document), indent=1) + "\n").encode())
+
+    def layout(self, run: Run, hardware: str) -> Layout | None:
+        """How fast the same system was on the same hardware, on any corpus and with any seed."""
+        if not self.folder.is_dir():
+            return None
+        for path in sorted(self.folder.glob(f"*.{run.system.name}.{run.scale.name}.*.json")):
+            kept = _read(path)
+            same = kept["hardware"] == hardware and kept["config"]["batch_tokens"] == run.config.batch_tokens
+            if same and kept["config"]["length"] == run.config.length:
+                return Layout(**kept["layout"])
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if kept["format"] != FORMAT:
+            raise ValueError(f"its format is {kept['format']!r}, not {FORMAT}")
+        missing = {"config", "identity", "layout", "hardware", "lengths", "evaluation"} - kept.keys()
+        if missing:
+            raise ValueError(f"it has no {missing.pop()}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result of gss reproduce ({error}): move it away") from None
+    return kept
+
+
+def _finite(value: Any) -> Any:
+    """Plain data for JSON, which has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
