@@ -20,6 +20,7 @@ from gss.train.config import TrainConfig, resolve
 TRAIN, HELD_OUT = "train", "valid"
 _LOG_LINES = 20  # of progress a run, where it is not a terminal's single one
 _CHECKPOINTS = 4  # a run
+_LONG_NAME = 60  # characters of changed settings; more become a hash
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Run:
     @property
     def name(self) -> str:
         """For its file and its folder; has no slash in it."""
-        changes = "".join(f".{change.replace('/', '_')}" for change in self.changed)
+        changes = "".join(f".{change}" for change in self.changed)
+        if len(changes) > _LONG_NAME or "/" in changes:
+            changes = f".{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
         seed, steps = self.config.seed, self.config.steps
         return f"{self.corpus.name}.{self.system.name}.{self.scale.name}.{steps}steps.seed{seed}{changes}"
 

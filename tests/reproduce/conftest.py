@@ -1,0 +1,101 @@
+"""A small corpus with its text beside it, models that train in a moment, and results made up for tables."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gss.data import load_tokenizer, prepare
+from gss.reproduce.plan import Corpus, Run, find_corpora, planned
+from gss.reproduce.settings import SCALES, TARGETS, Target
+
+QUICK: dict[str, Any] = {
+    "model.width": 16,
+    "model.depth": 2,
+    "model.gate_width": 24,
+    "model.channels": 4,
+    "model.feedforward_width": 24,
+    "model.state_space.modes": 4,
+    "model.attention.heads": 2,
+    "length": 64,
+    "batch_tokens": 128,
+}
+
+
+def write_text(folder: Path) -> None:
+    """Documents of made-up words in lines, one of them longer than 4,096 bytes in each split."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
+    for split, sizes in (("train", (1000, 300, 200)), ("valid", (1100, 150))):
+        (folder / split).mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            text = "\n\n".join("  ".join(draw.choices(words, k=10)) for _ in range(size // 10))
+            (folder / split / f"{number}.txt").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reproduce") / "text"
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(texts: Path) -> Corpus:
+    prepare([str(texts)], texts.parent / "data" / "books", load_tokenizer("bytes"), workers=1)
+    return find_corpora([texts.parent / "data"])[0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def quick_runs(target: str, corpus: Corpus, *only: str, steps: int = 6, **options: Any) -> list[Run]:
+    """Runs of a target that take a fraction of a second each."""
+    changes = {**QUICK, "steps": steps}
+    return planned(TARGETS[target], SCALES["tiny"], [corpus], only=only, changes=changes, **options)
+
+
+def made_up(run: Run, **changes: Any) -> dict[str, Any]:
+    """A result with round figures, for tables and shelves."""
+    layer = {"layer": "1", "quantiles": {"0.95": 700.0}, "share_over": {"1000": 0.0}}
+    after = {"layer": "1", "quantiles": {"0.95": 900.0}, "share_over": {"1000": 0.02}}
+    bits = {"bits_per_byte": None, "bits_per_raw_byte": 1.25, "bits_per_given_back_byte": 1.5}
+    positions = [{"start": start, "stop": 2 * start, "tokens": 9, "loss": 3.5} for start in (16, 32)]
+    row = {"perplexity": 32.0, "loss": 3.4657, "by_position": positions, **bits}
+    return {
+        "tokens": run.tokens,
+        "epochs": run.tokens / run.corpus.train_tokens,
+        "config": {"length": run.config.length, "batch_tokens": run.config.batch_tokens},
+        "parameters": 46_349_312,
+        "seconds": 150.0,
+        "tokens_per_second": 700_000.0,
+        "lengths": dict.fromkeys(("512", "4096", "16384", "whole"), row),
+        "evaluation": {
+            "tokens": 4_778_601,
+            "documents": 50,
+            "raw_bytes": 17_798_786,
+            "given_back_bytes": 17_000_000,
+            "lossless": False,
+            "precision": "bf16",
+        },
+        "time_constants": {"start": [layer], "end": [after]},
+        "layout": {"compile": True, "micro_batch_tokens": None, "tokens_per_second": 700_000.0},
+        "hardware": "a GPU",
+        "versions": {"torch": "2.11.0"},
+        "commit": "abc1234",
+        **changes,
+    }
+
+
+def with_systems(target: Target, *names: str) -> Target:
+    """The target with some of its systems."""
+    return replace(target, systems=tuple(system for system in target.systems if system.name in names))

@@ -1,0 +1,79 @@
+"""The settings are complete: every system at every scale builds, in the sizes that the tables state."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gss.accounting import account
+from gss.config import to_mapping
+from gss.presets import PRESETS
+from gss.reproduce.candidates import INITIALISATIONS
+from gss.reproduce.plan import Corpus, planned, run_of, toml
+from gss.reproduce.settings import SCALES, SYSTEMS, TARGETS, paper_corpus, preset_name
+from gss.train.config import TrainConfig, differences, resolve
+
+T5 = 32_000
+EVERY = {system.name: system for target in TARGETS.values() for system in target.systems}
+BOOKS = Corpus("books", Path("books"), T5, False, {}, "", 4_778_601, 104_667_316, 399_616_561)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_a_model_at_every_scale(system: str, scale: str) -> None:
+    run = run_of(SYSTEMS[system], SCALES[scale], BOOKS)
+    assert preset_name(SYSTEMS[system], SCALES[scale], "PG-19") in PRESETS
+    assert run.tokens == SCALES[scale].tokens  # equal tokens, whatever the batch
+    assert run.config.model.vocab_size == T5
+    if scale == "small":
+        low, high = (70e6, 85e6) if "-l" in system.removesuffix("-lanes") and "lstm" not in system else (44e6, 60e6)
+        assert low < account(run.config.model).parameters < high
+        assert run.tokens >= 100e6
+
+
+@pytest.mark.parametrize("system", EVERY)
+def test_every_candidate_resolves(system: str) -> None:
+    for scale in SCALES.values():
+        config = run_of(EVERY[system], scale, BOOKS).config
+        assert config.optimizer.warmup_steps <= config.steps / 4
+
+
+def test_the_first_start_is_the_default() -> None:
+    default = run_of(SYSTEMS["gss"], SCALES["small"], BOOKS).config
+    first = run_of(EVERY[f"init-{INITIALISATIONS[0].name}"], SCALES["small"], BOOKS).config
+    assert first.model == default.model
+    assert len(INITIALISATIONS) >= 6
+    models = [run_of(system, SCALES["small"], BOOKS).config.model for system in TARGETS["init"].systems]
+    assert len({str(to_mapping(model)) for model in models}) == len(models)
+
+
+def test_the_papers_scale_is_the_papers_recipe() -> None:
+    config = run_of(SYSTEMS["gss"], SCALES["paper"], BOOKS).config
+    assert not differences(to_mapping(TrainConfig()), config)
+    hub = run_of(SYSTEMS["gss-l"], SCALES["paper"], replace(BOOKS, name="github")).config
+    assert (hub.steps, hub.batch_tokens) == (125_000, 1 << 20)
+    sentences = run_of(SYSTEMS["dss"], SCALES["paper"], replace(BOOKS, name="lm1b", vocab_size=30_000)).config
+    assert (sentences.preset, sentences.length, sentences.rows, sentences.batching) == ("dss-lm1b", 512, 1024, "packed")
+    recurrent = run_of(SYSTEMS["rec-fixed-skip"], SCALES["paper"], BOOKS).config
+    assert (recurrent.steps, recurrent.rows, recurrent.optimizer.name) == (500_000, 32, "adafactor")
+
+
+@pytest.mark.parametrize("system", ["gss", "xl", "init-quiet"])
+def test_a_written_config_is_the_run(system: str, tmp_path: Path) -> None:
+    run = run_of(EVERY[system], SCALES["paper"], BOOKS, seed=3)
+    path = tmp_path / "run.toml"
+    path.write_text(toml(run))
+    assert not differences(to_mapping(resolve(None, path, (), T5)), run.config)
+
+
+def test_settings_do_not_depend_on_the_corpus() -> None:
+    """Chosen on books, then fixed: at the scales that are run here every corpus has the same."""
+    for scale in ("tiny", "small"):
+        for target in TARGETS.values():
+            books, code = (planned(target, SCALES[scale], [replace(BOOKS, name=name)]) for name in ("books", "code"))
+            assert [run.config for run in books] == [run.config for run in code]
+
+
+def test_corpora_of_the_paper() -> None:
+    assert paper_corpus("books-own") == "PG-19"
+    assert paper_corpus("anything") is None
