@@ -171,6 +171,20 @@ def test_commands_without_a_run_take_the_box(shipped: Path, folders: tuple[Path,
     assert "the model in the box" in " ".join(call("generate", "--help").replace("│", " ").split())
 
 
+def test_generate_puts_threads_back(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr("gss.generate.stream_text", lambda *_, **__: used.append(torch.get_num_threads()) or iter(()))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        call("generate")
+        call("generate", "--threads", 3)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1, 3]
+
+
 def test_serve_without_a_run_takes_the_box(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = pytest.importorskip("gss.serve.server")
     served: dict[str, Any] = {}
