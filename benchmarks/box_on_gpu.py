@@ -190,12 +190,16 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
         decided = {"steps": arguments.steps or fits, "compile": best["compile"], "probes": probes}
     if decided["steps"] < 10:
         raise ValueError(f"{arguments.minutes} minutes leave time for {decided['steps']} steps: give more --minutes")
-    kept.write_text(json.dumps(decided, indent=1) + "\n")
+    _keep(arguments.work, decided)
     return decided
 
 
+def _keep(work: Path, decided: dict[str, Any]) -> None:
+    (work / "plan.json").write_text(json.dumps(decided, indent=1) + "\n")
+
+
 def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], clock: Clock) -> float:
-    """Train, or go on, until the end or until the time is up; returns the minutes that this call took for it."""
+    """Train, or go on, to the end or until the time is up; returns the minutes of this call and of those before it."""
     steps = decided["steps"]
     settings = [
         f"steps={steps}",
@@ -218,7 +222,9 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
         raise
     if code not in (0, 128 + signal.SIGTERM):
         raise RuntimeError(f"gss train ended with status {code}")
-    return (time.monotonic() - started) / 60
+    decided["minutes"] = decided.get("minutes", 0.0) + (time.monotonic() - started) / 60
+    _keep(arguments.work, decided)
+    return decided["minutes"]
 
 
 def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> dict[str, Any]:
