@@ -134,6 +134,30 @@ def test_a_run_that_would_not_fit_is_not_started(corpus: Corpus, tmp_path: Path,
     assert not (tmp_path / "runs" / runs[0].name).exists()
 
 
+def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+    real, scored = runner.train, runner.measure.evaluate
+
+    def fails(config: Any, *arguments: Any, **options: Any) -> Any:
+        if config.preset == "transformer-tiny":
+            raise ValueError("the run diverged")
+        return real(config, *arguments, **options)
+
+    def breaks(model: Any, dataset: Any, lengths: list[int | None], **options: Any) -> Any:
+        if lengths == [4096]:
+            raise ValueError("the model gives losses that are not finite")
+        return scored(model, dataset, lengths, **options)
+
+    monkeypatch.setattr(runner, "train", fails)
+    monkeypatch.setattr(runner.measure, "evaluate", breaks)
+    outcome = go("table1", quick_runs("table1", corpus, "transformer", "gss"), tmp_path)
+    assert [run.system.name for run in outcome.done] == ["gss"]
+    assert [*outcome.failed.values()] == ["the run diverged"]
+    assert [run.system.name for run in outcome.left] == ["transformer"]
+    kept = json.loads(next((tmp_path / "results").iterdir()).read_text())
+    assert kept["lengths"]["4096"]["perplexity"] is None
+    assert kept["lengths"]["whole"]["perplexity"] > 1
+
+
 def test_the_best_two_starts_get_more_seeds(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     names = ["init-1-1000", "init-1-100", "init-loud"]
     runs = quick_runs("init", corpus, *names, seeds=[0, 1, 2])

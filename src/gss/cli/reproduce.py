@@ -136,6 +136,9 @@ def _conclude(outcome: "Outcome", out: Path, scale: str) -> None:
     print(f"wrote {outcome.report}: table.md, results.json and figures; {len(outcome.done)} runs in {out / 'results'}")
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+    if outcome.failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())
+        raise ValueError(f"{len(outcome.failed)} runs failed, the others are kept: {reasons}")
     if not outcome.left:
         return
     names = ", ".join(run.name for run in outcome.left)

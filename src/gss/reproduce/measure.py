@@ -19,7 +19,7 @@ import torch
 from gss.accounting import account
 from gss.bench.results import hardware, source_commit, versions
 from gss.data import Dataset, open_dataset
-from gss.evaluate import PAPER_LENGTHS, LengthResult, evaluate
+from gss.evaluate import PAPER_LENGTHS, Evaluation, LengthResult, evaluate
 from gss.loading import load
 from gss.model import LanguageModel, build_model
 from gss.nn.state_space import DiagonalStateSpace
@@ -33,6 +33,9 @@ _UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the lengt
 # Tokens read at a time and side by side; on a GPU long pieces, many of them.
 _PIECE = {"cuda": 16_384, "cpu": 4096}
 _SIDE_BY_SIDE = {"cuda": 131_072, "cpu": 16_384}
+_LEAST = 4096
+# A length at which the model breaks has no perplexity.
+_BROKEN: dict[str, Any] = {"perplexity": None, "loss": None, "by_position": []}
 
 
 def measured(
@@ -42,22 +45,17 @@ def measured(
     loaded = load(folder, device=device)
     dataset = open_dataset(run.corpus.folder, HELD_OUT, verify=False)
     lengths = lengths_of(run, loaded.model, dataset)
-    half = device.type == "cuda"
-    result = evaluate(
-        loaded.model,
-        dataset,
-        lengths,
-        max_tokens=run.evaluate_tokens,
-        piece=_PIECE[device.type],
-        batch_tokens=_SIDE_BY_SIDE[device.type],
-        precision="bf16" if half else "fp32",
-        report=lambda done, total: show(done / total),
-    )
+    precision = "bf16" if device.type == "cuda" else "fp32"
     raw, given_back = text_bytes(run, dataset)
-    rows = {
-        WHOLE if row.length is None else str(row.length): _row(row, raw, given_back, run.corpus.lossless)
-        for row in result.rows
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    for index, length in enumerate(lengths):
+
+        def show_part(share: float, index: int = index) -> None:
+            show((index + share) / len(lengths))
+
+        result = _scored(run, loaded.model, dataset, length, precision, show_part)
+        row = _row(result.rows[0], raw, given_back, run.corpus.lossless) if result else _BROKEN
+        rows[WHOLE if length is None else str(length)] = row
     if lengths == [None]:
         rows["512"] = rows[WHOLE]  # no document is longer: the same windows
     return {
@@ -65,13 +63,13 @@ def measured(
         **speed(folder, run),
         "lengths": rows,
         "evaluation": {
-            "split": result.split,
-            "documents": result.documents,
-            "tokens": result.tokens,
+            "split": dataset.split,
+            "documents": int(np.searchsorted(np.cumsum(dataset.lengths), run.scored_tokens)) + 1,
+            "tokens": run.scored_tokens,
             "raw_bytes": raw,
             "given_back_bytes": given_back,
             "lossless": run.corpus.lossless,
-            "precision": "bf16" if half else "fp32",
+            "precision": precision,
         },
         "time_constants": {"start": time_constants(_at_start(run)), "end": time_constants(loaded.model)},
         "layout": {
@@ -84,6 +82,40 @@ def measured(
         "commit": source_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _scored(
+    run: Run,
+    model: LanguageModel,
+    dataset: Dataset,
+    length: int | None,
+    precision: str,
+    show: Callable[[float], None],
+) -> Evaluation | None:
+    """One length's scores, with less at a time where memory does not suffice; None where losses are not finite."""
+    kind = model.embedding.weight.device.type
+    piece, side_by_side = _PIECE[kind], _SIDE_BY_SIDE[kind]
+    while True:
+        try:
+            return evaluate(
+                model,
+                dataset,
+                [length],
+                max_tokens=run.evaluate_tokens,
+                piece=piece,
+                batch_tokens=side_by_side,
+                precision=precision,
+                report=lambda done, total: show(done / total),
+            )
+        except torch.OutOfMemoryError:
+            if side_by_side <= _LEAST:
+                raise
+            piece, side_by_side = min(piece, side_by_side // 2), side_by_side // 2
+            torch.cuda.empty_cache()
+        except ValueError as error:
+            if "not finite" not in str(error):
+                raise
+            return None
 
 
 def lengths_of(run: Run, model: LanguageModel, dataset: Dataset) -> list[int | None]:

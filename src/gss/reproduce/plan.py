@@ -19,7 +19,7 @@ from gss.train.config import TrainConfig, resolve
 
 TRAIN, HELD_OUT = "train", "valid"
 _LOG_LINES = 20  # of progress a run, where it is not a terminal's single one
-_CHECKPOINTS = 4  # a run
+_CHECKPOINTS = 2  # a run; a signal to stop adds one
 _LONG_NAME = 60  # characters of changed settings; more become a hash
 
 

@@ -38,18 +38,25 @@ def draw(target: Target, found: Found) -> dict[str, bytes]:
 
 
 def _by_length(axes: "Axes", label: str, kept: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> None:
-    lengths = [length for length in PAPER_LENGTHS if all(str(length) in result["lengths"] for result in kept)]
+    lengths = [length for length in PAPER_LENGTHS if all(_known(result, str(length)) for result in kept)]
     means = [statistics.fmean(r["lengths"][str(length)]["perplexity"] for r in kept) for length in lengths]
     axes.plot(lengths, means, marker="o", markersize=4, label=label, **look)
 
 
 def _by_position(axes: "Axes", kept: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> None:
     """Of the longest windows that all seeds have."""
-    longest = max((name for name in kept[0]["lengths"] if name.isdecimal()), key=int)
+    names = [name for name in kept[0]["lengths"] if name.isdecimal() and all(_known(r, name) for r in kept)]
+    if not names:
+        return
+    longest = max(names, key=int)
     rows = [result["lengths"][longest]["by_position"] for result in kept]
     parts = [same for same in zip(*rows, strict=False) if same[0]["start"] >= _FIRST_POSITION]
     middles = [(part[0]["start"] * part[0]["stop"]) ** 0.5 for part in parts]
     axes.plot(middles, [statistics.fmean(one["loss"] for one in part) for part in parts], **look)
+
+
+def _known(result: Mapping[str, Any], length: str) -> bool:
+    return result["lengths"].get(length, {}).get("perplexity") is not None
 
 
 def _finish(left: "Axes", right: "Axes", trained: int, corpus: str) -> None:

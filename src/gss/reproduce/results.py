@@ -79,15 +79,20 @@ class Shelf:
         replace(self.path(run), (json.dumps(_finite(document), indent=1) + "\n").encode())
 
     def layout(self, run: Run, hardware: str) -> Layout | None:
-        """How fast the same system was on the same hardware, on any corpus and with any seed."""
-        if not self.folder.is_dir():
-            return None
-        for path in sorted(self.folder.glob(f"*.{run.system.name}.{run.scale.name}.*.json")):
+        """How fast a model of the same shape was on the same hardware, on any corpus and with any seed."""
+        for path in sorted(self.folder.glob(f"*.{run.scale.name}.*.json")):
             kept = _read(path)
-            same = kept["hardware"] == hardware and kept["config"]["batch_tokens"] == run.config.batch_tokens
-            if same and kept["config"]["length"] == run.config.length:
+            if kept["hardware"] == hardware and shape(kept["config"]) == shape(to_mapping(run.config)):
                 return Layout(**kept["layout"])
         return None
+
+
+def shape(config: Mapping[str, Any]) -> str:
+    """What of a config its speed depends on, as a key: everything but how parameters start and how they learn."""
+    model = {name: value for name, value in config["model"].items() if name != "state_space"}
+    model["modes"] = config["model"]["state_space"]["modes"]
+    wanted = {name: config[name] for name in ("preset", "length", "batch_tokens", "batching")}
+    return json.dumps([wanted, model, config["optimizer"]["name"]], sort_keys=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from gss.bench.measure import release
 from gss.bench.results import hardware
+from gss.config import to_mapping
 from gss.evaluate import PAPER_LENGTHS
 from gss.reproduce import launch, measure, speed
 from gss.reproduce.plan import Run
 from gss.reproduce.report import write_report
-from gss.reproduce.results import Layout, Shelf
+from gss.reproduce.results import Layout, Shelf, shape
 from gss.reproduce.settings import Target
 from gss.train import checkpoint, train
 from gss.train.config import TrainConfig
@@ -56,6 +58,8 @@ class Outcome:
     """With a result, from this call or an earlier one."""
     left: list[Run] = field(default_factory=list)
     """Without one yet."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why, by the name of the run; those are among what is left."""
     signal: int | None = None
     """The signal that stopped it early."""
 
@@ -104,6 +108,7 @@ class _Session:
         self.end = None if time_limit is None else time.monotonic() + time_limit
         self.layouts: dict[str, Layout] = {}
         self.longest_probe = 0.0
+        self.failed: dict[str, str] = {}
 
     def go(self) -> Outcome:
         for run in self.runs:
@@ -120,7 +125,13 @@ class _Session:
             if layout is None:
                 continue
             self.say(f"{run.name}: {run.tokens:,} tokens at about {layout.tokens_per_second:,.0f} tokens/s")
-            stopped = self._do(run, layout)
+            try:
+                stopped = self._do(run, layout)
+            except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
+                self.failed[run.name] = str(error)
+                self.say(f"{run.name} failed: {error}")
+                stopped = None
+            release(self.device)
             outcome = self._report()
             if stopped is not None:
                 outcome.signal = stopped
@@ -148,7 +159,8 @@ class _Session:
     def _fitting(self, run: Run) -> Layout | None:
         """A layout for the run, or None where there is no time for it."""
         steps = run.config.steps - _steps_done(self.work / run.name)
-        layout = self.layouts.get(run.system.name) or self.shelf.layout(run, self.hardware)
+        key = shape(to_mapping(run.config))
+        layout = self.layouts.get(key) or self.shelf.layout(run, self.hardware)
         if not steps:  # only to be scored
             trained = measure.speed(self.work / run.name, run)["tokens_per_second"]
             layout = Layout(run.config.compile, run.config.micro_batch_tokens, trained)
@@ -160,7 +172,7 @@ class _Session:
         if layout is None:
             self.say(f"{run.name}: left for another call, there is no time to measure its speed")
             return None
-        self.layouts[run.system.name] = layout
+        self.layouts[key] = layout
         scored = (len(PAPER_LENGTHS) + 1) * run.scored_tokens
         needed = speed.seconds_needed(layout, steps * run.config.batch_tokens, scored, self.device)
         if self.end is not None and needed > self._time_left():
@@ -215,7 +227,7 @@ class _Session:
         found = [(run, kept) for run in self.runs if (kept := self.shelf.find(run)) is not None]
         folder = self.out / self.target.name
         text = write_report(self.target, found, folder, self.say)
-        return Outcome(folder, text, done=[run for run, _ in found])
+        return Outcome(folder, text, done=[run for run, _ in found], failed=dict(self.failed))
 
 
 def best_systems(
@@ -236,7 +248,8 @@ def _score(kept: dict[str, Any]) -> float:
     """Perplexity at the length of training, or at the nearest that was scored."""
     lengths = {int(name): row["perplexity"] for name, row in kept["lengths"].items() if name.isdecimal()}
     wanted = kept["config"]["length"]
-    return float(lengths[min(lengths, key=lambda length: abs(length - wanted))])
+    score = lengths[min(lengths, key=lambda length: abs(length - wanted))]
+    return float("inf") if score is None else float(score)
 
 
 def _steps_done(folder: Path) -> int:

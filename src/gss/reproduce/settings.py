@@ -110,7 +110,7 @@ SCALES: dict[str, Scale] = {
                 **_QUIET,
                 "length": 4096,
                 "batch_tokens": 131_072,
-                "micro_batch_tokens": 65_536,
+                "micro_batch_tokens": 131_072,  # halved where it does not fit
                 "compile": True,
                 "optimizer.warmup_steps": 100,
             },

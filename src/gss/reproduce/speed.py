@@ -22,7 +22,7 @@ _STEPS = 3
 # Training estimates are exact to some percent; scoring takes about a third of a training step's time a token.
 _MARGIN = 1.1
 _SCORING = 2.0
-_START_SECONDS = {"cuda": 20.0, "cpu": 1.0}
+_START_SECONDS = {"cuda": 40.0, "cpu": 1.0}  # compiling, reading the data, checkpoints
 
 
 def probe(config: TrainConfig, device: torch.device, say: Callable[[str], None]) -> Layout:
