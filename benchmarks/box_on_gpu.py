@@ -145,18 +145,17 @@ def command(arguments: argparse.Namespace, data: Path, run: Path, settings: list
     return [*base, "--data", str(data), "--out", str(run), *sets]
 
 
-def probe(arguments: argparse.Namespace, data: Path, compiled: bool) -> dict[str, Any]:
-    """Tokens a second of a short run, and what starting it took beside its steps."""
+def probe(arguments: argparse.Namespace, data: Path, compiled: bool, seconds: float) -> dict[str, Any]:
+    """Tokens a second of a short run, and what starting it took beside its steps; an error after so many seconds."""
     run = arguments.work / f"probe-compile-{str(compiled).lower()}"
     shutil.rmtree(run, ignore_errors=True)
     quick = [f"steps={PROBE_STEPS}", "report.log_every=20", "report.evaluate_every=0", "report.sample_every=0"]
     started = time.monotonic()
-    done = subprocess.run(
-        command(arguments, data, run, [*quick, f"compile={str(compiled).lower()}"]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = command(arguments, data, run, [*quick, f"compile={str(compiled).lower()}"])
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"compile": compiled, "error": f"not done after {seconds:.0f} s"}
     seconds = time.monotonic() - started
     if done.returncode:
         return {"compile": compiled, "error": done.stderr[-1500:]}
@@ -180,7 +179,7 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
     if arguments.trial:
         decided: dict[str, Any] = {"steps": TRIAL_STEPS, "compile": False, "probes": []}
     else:
-        probes = [probe(arguments, data, compiled) for compiled in choices]
+        probes = [probe(arguments, data, compiled, clock.left / 3) for compiled in choices]
         clock.say(f"probes: {json.dumps(probes)}")
         best = max(probes, key=lambda row: row.get("tokens_per_second", 0.0))
         if "error" in best:
