@@ -130,8 +130,21 @@ def test_a_run_that_would_not_fit_is_not_started(corpus: Corpus, tmp_path: Path,
     outcome = go("table1", runs, tmp_path, time_limit=60, say=said.append)
     assert [run.system.name for run in outcome.done] == ["gss"]
     assert [run.system.name for run in outcome.left] == ["transformer"]
-    assert any("left for another call, it takes about" in text for text in said)
+    assert any("not now, it takes about" in text for text in said)
     assert not (tmp_path / "runs" / runs[0].name).exists()
+
+
+def test_a_run_in_parts(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+    runs = quick_runs("table1", corpus, "gss", steps=100_000, evaluate_tokens=600)
+    monkeypatch.setattr(speed, "probe", lambda *a: Layout(False, None, 1e4))
+    monkeypatch.setattr(runner, "_RESERVE_SECONDS", 0.5)
+    outcome = go("table1", runs, tmp_path, time_limit=2.0, partial=True)
+    assert outcome.signal is None
+    assert [run.name for run in outcome.left] == [runs[0].name]
+    done = runner._steps_done(tmp_path / "runs" / runs[0].name)
+    assert 0 < done < 100_000
+    go("table1", runs, tmp_path, time_limit=2.0, partial=True)
+    assert runner._steps_done(tmp_path / "runs" / runs[0].name) > done
 
 
 def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:

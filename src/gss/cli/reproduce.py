@@ -58,6 +58,12 @@ def reproduce_command(
         float | None,
         typer.Option(help="Seconds. A run that would not be done by then, by its measured speed, is not started."),
     ] = None,
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial", help="With a time limit: at last begin a run that does not fit, and save it at the limit."
+        ),
+    ] = False,
     evaluate_tokens: Annotated[
         int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: all.")
     ] = None,
@@ -103,6 +109,7 @@ def reproduce_command(
         out,
         work=work,
         time_limit=time_limit,
+        partial=partial,
         device=device,
         quiet=quiet,
         commit=commit,

@@ -23,6 +23,7 @@ from gss.bench.results import hardware
 from gss.config import to_mapping
 from gss.evaluate import PAPER_LENGTHS
 from gss.reproduce import launch, measure, speed
+from gss.reproduce.deadline import deadline
 from gss.reproduce.plan import Run
 from gss.reproduce.report import write_report
 from gss.reproduce.results import Layout, Shelf, shape
@@ -31,6 +32,8 @@ from gss.train import checkpoint, train
 from gss.train.config import TrainConfig
 from gss.train.distributed import pick_device
 from gss.train.progress import duration
+
+_RESERVE_SECONDS = 20.0  # for the checkpoint of a run that is stopped, and the tables
 
 Say = Callable[[str], None]
 Show = Callable[[str, float], None]
@@ -71,6 +74,7 @@ def reproduce(
     *,
     work: Path | None = None,
     time_limit: float | None = None,
+    partial: bool = False,
     device: str = "auto",
     quiet: bool = False,
     commit: str = "",
@@ -81,9 +85,13 @@ def reproduce(
 
     time_limit      seconds from now after which nothing may still be running; a run that would not be done by then,
                     by its measured speed, is not started
+    partial         when all that fits is done, begin one that does not, and save it before the time is up; the next
+                    call goes on with it if it finds the same `work`. Main thread only
     work            where run folders go; default OUT/runs
     """
-    return _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, commit, say, bar).go()
+    session = _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, commit, say, bar)
+    session.partial = partial and time_limit is not None
+    return session.go()
 
 
 class _Session:
@@ -108,12 +116,16 @@ class _Session:
         self.end = None if time_limit is None else time.monotonic() + time_limit
         self.layouts: dict[str, Layout] = {}
         self.longest_probe = 0.0
+        self.partial = False
         self.failed: dict[str, str] = {}
+        self.waiting: list[tuple[Run, Layout]] = []
+        """Runs that did not fit, first to last."""
 
     def go(self) -> Outcome:
         for run in self.runs:
             self.shelf.find(run)  # refuse what is not ours before any work is done
         seen: list[Run] = []
+        stopped = None
         for run in self._in_order():
             seen.append(run)
             if self.shelf.find(run):
@@ -124,21 +136,29 @@ class _Session:
             layout = self._fitting(run)
             if layout is None:
                 continue
-            self.say(f"{run.name}: {run.tokens:,} tokens at about {layout.tokens_per_second:,.0f} tokens/s")
-            try:
-                stopped = self._do(run, layout)
-            except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
-                self.failed[run.name] = str(error)
-                self.say(f"{run.name} failed: {error}")
-                stopped = None
-            release(self.device)
-            outcome = self._report()
+            stopped = self._attempt(run, layout)
             if stopped is not None:
-                outcome.signal = stopped
-                return outcome
+                break
+        waiting = sorted(self.waiting, key=lambda entry: -_steps_done(self.work / entry[0].name))
+        if self.partial and waiting and stopped is None and self._time_left() > 2 * _RESERVE_SECONDS:
+            stopped = self._attempt(*waiting[0])
         outcome = self._report()
         outcome.left = [run for run in seen if not self.shelf.find(run)]
+        outcome.signal = stopped
         return outcome
+
+    def _attempt(self, run: Run, layout: Layout) -> int | None:
+        """Do a run, come what may; the signal that stopped it, if a person's did."""
+        self.say(f"{run.name}: {run.tokens:,} tokens at about {layout.tokens_per_second:,.0f} tokens/s")
+        stopped = None
+        try:
+            stopped = self._do(run, layout)
+        except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
+            self.failed[run.name] = str(error)
+            self.say(f"{run.name} failed: {error}")
+        release(self.device)
+        self._report()
+        return stopped
 
     def _in_order(self) -> Iterator[Run]:
         """All runs; where only the best get more seeds, the others' are left out once the best are known."""
@@ -173,11 +193,11 @@ class _Session:
             self.say(f"{run.name}: left for another call, there is no time to measure its speed")
             return None
         self.layouts[key] = layout
-        scored = (len(PAPER_LENGTHS) + 1) * run.scored_tokens
-        needed = speed.seconds_needed(layout, steps * run.config.batch_tokens, scored, self.device)
+        needed = speed.seconds_needed(layout, steps * run.config.batch_tokens, _scored_tokens(run), self.device)
         if self.end is not None and needed > self._time_left():
             left = duration(self._time_left())
-            self.say(f"{run.name}: left for another call, it takes about {duration(needed)} and {left} are left")
+            self.say(f"{run.name}: not now, it takes about {duration(needed)} and {left} are left")
+            self.waiting.append((run, layout))
             return None
         return layout
 
@@ -200,9 +220,15 @@ class _Session:
             micro_batch_tokens=layout.micro_batch_tokens,
             device=self.device.type,
         )
-        stopped = self._train(run, config, folder)
+        spare = None if self.end is None else self._time_left() - _RESERVE_SECONDS
+        with deadline(spare if self.partial else None) as limit:
+            stopped = self._train(run, config, folder)
         if stopped is not None:
-            return stopped
+            return None if limit.reached else stopped
+        scoring = speed.seconds_needed(layout, 0, _scored_tokens(run), self.device)
+        if self.partial and scoring > self._time_left():
+            self.say(f"{run.name}: trained; scoring it takes about {duration(scoring)} and is left for another call")
+            return None
         stage = f"scoring {run.name}"
         with contextlib.nullcontext(_silent) if self.quiet else self.bar(stage) as show:
             outcome = measure.measured(run, folder, layout, self.device, lambda share: show(stage, share))
@@ -250,6 +276,11 @@ def _score(kept: dict[str, Any]) -> float:
     wanted = kept["config"]["length"]
     score = lengths[min(lengths, key=lambda length: abs(length - wanted))]
     return float("inf") if score is None else float(score)
+
+
+def _scored_tokens(run: Run) -> int:
+    """Over all lengths."""
+    return (len(PAPER_LENGTHS) + 1) * run.scored_tokens
 
 
 def _steps_done(folder: Path) -> int:

@@ -64,4 +64,4 @@ def _tokens_per_second(config: TrainConfig, device: torch.device) -> float:
 def seconds_needed(layout: Layout, training_tokens: int, scored_tokens: int, device: torch.device) -> float:
     """About how long it takes to train on so many tokens and score so many, with something to spare."""
     work = (training_tokens + scored_tokens / _SCORING) / layout.tokens_per_second
-    return _START_SECONDS.get(device.type, 0.0) + _MARGIN * work
+    return (_START_SECONDS[device.type] if training_tokens else 0.0) + _MARGIN * work
