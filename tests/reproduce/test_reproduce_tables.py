@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gss.reproduce.measure import _without_unknown
 from gss.reproduce.plan import Corpus, planned
 from gss.reproduce.plots import draw
 from gss.reproduce.report import report_text, write_report
@@ -74,3 +75,7 @@ def test_figures_and_files(tmp_path: Path) -> None:
         "table.md", "results.json", "books.png", "math.png",
     }  # fmt: skip
     assert "![" in (tmp_path / "lengths" / "table.md").read_text()
+
+
+def test_unknown_characters_do_not_come_back() -> None:
+    assert _without_unknown("a \u2047 b \u2047  \u2047 c") == "abc"

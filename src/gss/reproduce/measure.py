@@ -1,8 +1,9 @@
 """What a trained run scores and remembers: perplexity by length, loss by position, time constants by layer.
 
 Bits a byte have two denominators. `raw` is the text as it was before any vocabulary saw it. `given_back` is the text
-that the scored tokens decode to: for a lossless vocabulary the same, for one that drops newlines and runs of spaces
-(T5's) less, since what was dropped was never predicted, nor paid for.
+that the scored tokens decode to, without marks for unknown characters: for a lossless vocabulary the same, for one
+that drops newlines, runs of spaces and characters it does not know (T5's) less, since what was dropped was never
+predicted, nor paid for.
 """
 
 import math
@@ -34,6 +35,7 @@ _UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the lengt
 _PIECE = {"cuda": 16_384, "cpu": 4096}
 _SIDE_BY_SIDE = {"cuda": 131_072, "cpu": 16_384}
 _LEAST = 4096
+_UNKNOWN = (" \u2047 ", "<unk>")  # as SentencePiece and the tokenizers library write it
 # A length at which the model breaks has no perplexity.
 _BROKEN: dict[str, Any] = {"perplexity": None, "loss": None, "by_position": []}
 
@@ -169,8 +171,16 @@ def _text_bytes(folder: str, data_hash: str, tokens: int) -> tuple[int, int]:
         left -= count
         raw += float(size) * count / int(length)
         if not tokenizer.lossless:
-            given_back += len(tokenizer.decode(dataset.tokens[start : start + count]).encode())
+            text = tokenizer.decode(dataset.tokens[start : start + count])
+            given_back += len(_without_unknown(text).encode())
     return round(raw), round(raw) if tokenizer.lossless else given_back
+
+
+def _without_unknown(text: str) -> str:
+    """The text without the marks that stand for characters outside the vocabulary: those did not come back."""
+    for mark in _UNKNOWN:
+        text = text.replace(mark, "")
+    return text
 
 
 def speed(folder: Path, run: Run) -> dict[str, Any]:
