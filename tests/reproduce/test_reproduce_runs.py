@@ -124,7 +124,7 @@ def test_an_interrupted_run_goes_on(finished: Path, corpus: Corpus, tmp_path: Pa
 
 def test_a_run_that_would_not_fit_is_not_started(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     speeds = {"gss-tiny": 1e6, "transformer-tiny": 1.0}
-    monkeypatch.setattr(speed, "probe", lambda config, device, say: Layout(False, None, speeds[config.preset]))
+    monkeypatch.setattr(speed, "probe", lambda config, *a: Layout(False, None, speeds[config.preset]))
     said: list[str] = []
     runs = quick_runs("table1", corpus, "transformer", "gss")
     outcome = go("table1", runs, tmp_path, time_limit=60, say=said.append)

@@ -91,7 +91,10 @@ def reproduce(
     """
     session = _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, commit, say, bar)
     session.partial = partial and time_limit is not None
-    return session.go()
+    try:
+        return session.go()
+    finally:
+        torch.set_num_threads(session.threads)
 
 
 class _Session:
@@ -116,6 +119,7 @@ class _Session:
         self.end = None if time_limit is None else time.monotonic() + time_limit
         self.layouts: dict[str, Layout] = {}
         self.longest_probe = 0.0
+        self.threads = torch.get_num_threads()
         self.partial = False
         self.failed: dict[str, str] = {}
         self.waiting: list[tuple[Run, Layout]] = []
@@ -133,7 +137,11 @@ class _Session:
                 continue
             if run.scale.name == "paper" and not self._launchable(run):
                 continue
-            layout = self._fitting(run)
+            try:
+                layout = self._fitting(run)
+            except (ValueError, RuntimeError) as error:
+                self._fail(run, error)
+                continue
             if layout is None:
                 continue
             stopped = self._attempt(run, layout)
@@ -154,11 +162,14 @@ class _Session:
         try:
             stopped = self._do(run, layout)
         except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
-            self.failed[run.name] = str(error)
-            self.say(f"{run.name} failed: {error}")
+            self._fail(run, error)
         release(self.device)
         self._report()
         return stopped
+
+    def _fail(self, run: Run, error: Exception) -> None:
+        self.failed[run.name] = str(error)
+        self.say(f"{run.name} failed: {error}")
 
     def _in_order(self) -> Iterator[Run]:
         """All runs; where only the best get more seeds, the others' are left out once the best are known."""
@@ -187,7 +198,7 @@ class _Session:
         if layout is None and (self.end is None or self._time_left() > 2 * self.longest_probe):
             started = time.monotonic()
             self.say(f"{run.name}: measuring the speed")
-            layout = speed.probe(run.config, self.device, self.say)
+            layout = speed.probe(run.config, self.device, self.say, self.threads)
             self.longest_probe = max(self.longest_probe, time.monotonic() - started)
         if layout is None:
             self.say(f"{run.name}: left for another call, there is no time to measure its speed")

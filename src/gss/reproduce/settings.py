@@ -94,8 +94,8 @@ SCALES: dict[str, Scale] = {
         Scale(
             name="tiny",
             suffix="-tiny",
-            tokens=256 * 4096,
-            settings={**_QUIET, "length": 512, "batch_tokens": 4096, "optimizer.warmup_steps": 32},
+            tokens=192 * 4096,
+            settings={**_QUIET, "length": 512, "batch_tokens": 4096, "optimizer.warmup_steps": 24},
             recipes={
                 # Narrow models take, and want, more than the paper's rate.
                 "adamw": {**_ADAMW, "optimizer.learning_rate": 8e-3},
