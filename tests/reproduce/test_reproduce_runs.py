@@ -195,7 +195,7 @@ def test_vocabularies_by_bits_a_byte(texts: Path, corpus: Corpus, tmp_path: Path
     prepare([str(texts)], tmp_path / "books-own", load_tokenizer(tmp_path / "vocabulary"), workers=1)
     corpora = [corpus, *find_corpora([tmp_path / "books-own"])]
     assert corpora[0].held_out_text == corpora[1].held_out_text
-    runs = [run for one in corpora for run in quick_runs("vocabulary", one, "gss", evaluate_tokens=2000)]
+    runs = [run for one in corpora for run in quick_runs("vocabulary", one, "gss")]
     outcome = go("vocabulary", runs, tmp_path / "out")
     assert outcome.text.count(corpus.held_out_text[:8]) == 2
     assert outcome.text.count("| yes ") == 2
@@ -234,6 +234,7 @@ def test_the_papers_scale_writes_commands(corpus: Corpus, tmp_path: Path) -> Non
         (["table1", "--seeds", "a"], "is not a list of seeds"),
         (["table1", "--time-limit", "0"], "must be over 0"),
         (["table1", "--corpus", "math"], "there is no corpus 'math' in the data; there are: books"),
+        (["vocabulary", "--evaluate-tokens", "9"], "compared on whole documents"),
         (["table1", "--data", "/nowhere"], "neither is a prepared corpus nor holds one"),
     ],
 )

@@ -26,7 +26,9 @@ def reproduce_command(
             "(the same text prepared in several ways, in bits a byte).",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Where results go; with the same folder, finished runs are not run again.")],
+    out: Annotated[
+        Path, typer.Option(help="Where results go; with the same folder, finished runs are not run again.")
+    ] = Path("runs/reproduce"),
     data: Annotated[
         list[Path] | None,
         typer.Option(

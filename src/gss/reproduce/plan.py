@@ -150,6 +150,8 @@ def planned(
         raise ValueError("no seeds: give at least one, for example --seeds 0")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens must be at least 1, not {tokens}")
+    if evaluate_tokens is not None and target.layout == "vocabulary":
+        raise ValueError("vocabularies are compared on whole documents: so many tokens of each would be other texts")
     systems = chosen(target, only)
     return [
         run_of(system, scale, corpus, seed, tokens, evaluate_tokens, changes or {})
