@@ -198,7 +198,8 @@ class _Session:
         if layout is None and (self.end is None or self._time_left() > 2 * self.longest_probe):
             started = time.monotonic()
             self.say(f"{run.name}: measuring the speed")
-            layout = speed.probe(run.config, self.device, self.say, self.threads)
+            # The first run chooses the threads for all, so that their speeds compare.
+            layout = speed.probe(run.config, self.device, self.say, 1 if self.layouts else self.threads)
             self.longest_probe = max(self.longest_probe, time.monotonic() - started)
         if layout is None:
             self.say(f"{run.name}: left for another call, there is no time to measure its speed")

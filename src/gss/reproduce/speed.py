@@ -27,7 +27,7 @@ _START_SECONDS = {"cuda": 40.0, "cpu": 1.0}  # compiling, reading the data, chec
 
 def probe(config: TrainConfig, device: torch.device, say: Callable[[str], None], threads: int = 1) -> Layout:
     """The first layout that works, with its speed. On a CPU torch is left with one or `threads` threads, whichever
-    was faster: on a busy machine several threads of a small model mostly wait for each other."""
+    was faster: on a busy machine several threads of a small model mostly wait for each other. 1: as many as it has."""
     if device.type == "cpu" and threads > 1:
         speeds = {}
         for count in (1, threads):
