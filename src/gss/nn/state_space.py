@@ -76,7 +76,7 @@ class DiagonalStateSpace(nn.Module):
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        """Channels first while the kernels work. What neither goes on nor is gone on from, as in training, is quicker."""
+        """Channels first while the kernels work; quicker where no state comes in or goes out, as in training."""
         from gss.ops import rows
         from gss.ops.gpu.transpose import swapped
 
