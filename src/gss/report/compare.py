@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gss.accounting import account
@@ -12,6 +12,7 @@ from gss.report.document import Card, Table
 from gss.report.run import Run
 from gss.report.scores import Scores, same_tokens
 from gss.report.theme import run_variable, tokens
+from gss.train.config import flattened
 from gss.train.progress import duration
 
 
@@ -125,7 +126,7 @@ def difference_table(runs: Sequence[Run]) -> Table | None:
     """Settings that are not the same in all runs; None for one run, or where all are the same."""
     if len(runs) < 2:
         return None
-    flats = [{**_flat(run.config), **_flat({"data": _data(run)})} for run in runs]
+    flats = [{**flattened(run.config), **flattened({"data": _data(run)})} for run in runs]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     rows: list[Sequence[str]] = [
         [name, *(_value(flat[name]) if name in flat else "–" for flat in flats)]
@@ -137,7 +138,7 @@ def difference_table(runs: Sequence[Run]) -> Table | None:
 
 def settings_table(run: Run) -> Table:
     """What a run was, in the settings that people ask for first."""
-    flat = _flat(run.config)
+    flat = flattened(run.config)
     wanted = ("preset", "seed", "steps", "length", "batch_tokens", "batching", "optimizer.name",
               "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay",
               "model.width", "model.depth", "model.channels", "model.state_space.modes",
@@ -180,13 +181,3 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

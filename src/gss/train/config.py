@@ -225,7 +225,7 @@ def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tupl
 
     A setting that did not exist then has the default that what was there amounts to.
     """
-    old, new = _flat(to_mapping(TrainConfig())) | _flat(before), _flat(to_mapping(after))
+    old, new = flattened(to_mapping(TrainConfig())) | flattened(before), flattened(to_mapping(after))
     return {
         name: (old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
@@ -233,11 +233,12 @@ def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tupl
     }
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= flattened(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat
