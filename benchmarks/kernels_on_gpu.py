@@ -1,6 +1,6 @@
 """Each GPU kernel of training: its error against float64, its time, and a profile of a whole training step.
 
-    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536]
+    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536] [--model gss]
 
 Sizes are those of the `gss` preset. Times are medians by CUDA events; the table comes last.
 """
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="compile the layers together instead of one by one")
     parser.add_argument("--parts", default="convolution,modes,gates,losses,training")
     parser.add_argument("--shapes", default="16x4096")
+    parser.add_argument("--model", default="gss", help="the preset to train")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     parts = arguments.parts.split(",")
@@ -242,7 +243,7 @@ def main() -> None:
         for shape in arguments.shapes.split(","):
             batch, length = map(int, shape.split("x"))
             try:
-                training(batch, length, arguments.profile, arguments.whole)
+                training(batch, length, arguments.profile, arguments.whole, arguments.model)
             except torch.cuda.OutOfMemoryError:
                 print(shape, "does not fit", flush=True)
             torch.cuda.empty_cache()
