@@ -1,6 +1,7 @@
 """Each GPU kernel of training: its error against float64, its time, and a profile of a whole training step.
 
-    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536] [--model gss]
+    PYTHONPATH=src python3 benchmarks/kernels_on_gpu.py [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536]
+        [--model gss]
 
 Sizes are those of the `gss` preset. Times are medians by CUDA events; the table comes last.
 """
@@ -13,6 +14,7 @@ import torch
 import triton
 
 import gss
+from gss.generate import read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, rows, vandermonde
@@ -206,12 +208,31 @@ def training(batch: int, length: int, profile: bool, whole: bool, name: str = "g
     row(f"training {name} {batch}x{length}: step", median)
     row(f"training {name} {batch}x{length}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
     if profile:
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
-            step()
-            torch.cuda.synchronize()
-        table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
-        lines = [line for line in table.splitlines() if line.strip()]
-        print("\n".join(line[:92] + " " + " ".join(line[92:].split()[-5:]) for line in lines), flush=True)
+        show_profile(step)
+
+
+@torch.no_grad()
+def prefill(length: int) -> None:
+    """A prompt read whole, and where the time goes."""
+    model = gss.build_model(gss.preset("gss")).cuda().eval()
+    tokens = torch.randint(0, V, (1, length), device="cuda")
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            read(model, tokens, piece=length)
+
+    row(f"prefill 1x{length}", milliseconds(run))
+    show_profile(run)
+
+
+def show_profile(step) -> None:
+    """The kernels of one step by the time they take."""
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+        step()
+        torch.cuda.synchronize()
+    table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+    lines = [line for line in table.splitlines() if line.strip()]
+    print("\n".join(line[:92] + " " + " ".join(line[92:].split()[-5:]) for line in lines), flush=True)
 
 
 def main() -> None:
@@ -219,7 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--whole", action="store_true", help="compile the layers together instead of one by one")
-    parser.add_argument("--parts", default="convolution,modes,gates,losses,training")
+    parser.add_argument("--parts", default="convolution,modes,gates,losses,prefill,training")
     parser.add_argument("--shapes", default="16x4096")
     parser.add_argument("--model", default="gss", help="the preset to train")
     arguments = parser.parse_args()
@@ -230,6 +251,7 @@ def main() -> None:
         "modes": lambda: modes(4096),
         "gates": lambda: gates(65_536),
         "losses": lambda: losses(65_536),
+        "prefill": lambda: prefill(65_536),
     }
     for part in parts:
         if part in actions:

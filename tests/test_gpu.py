@@ -78,8 +78,7 @@ def test_kernels_are_no_worse_than_autocast_without_them(family: str, batch: int
     with fast.disabled():
         plain = _loss_and_gradients(model, tokens, cut)
         exact = _loss_and_gradients(model.double(), tokens, cut)
-    plain_path = family == "dss" and (cut is not None or length > 4096)  # a step a channel, and states between
-    assert torch.equal(found["logits"], plain["logits"]) is plain_path
+    assert not torch.equal(found["logits"], plain["logits"])  # something of it was the kernels'
     for name, reference in exact.items():
         with_kernels, without = (relative_error(run[name].cpu(), reference.cpu()) for run in (found, plain))
         assert with_kernels < 1.5 * without + 0.01, name

@@ -5,6 +5,7 @@ are not the model's own, nothing is reported.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def bench_decode(
         rows = [Row(f"error of decode {model}", errors.measured, "relative error", errors.limit, note=note)]
         asked = sorted({*contexts, peer_context} if names else set(contexts))
         plan = [(1, context) for context in asked] + [(batch, asked[0]) for batch in batches if batch != 1]
-        rounds: dict[tuple[int, int], Callable[[], None]] = {}
+        rounds: dict[tuple[int, int], Round] = {}
         notes = {}
         for batch, context in plan:
             report(f"{model} reads {batch}×{context:,} tokens")
@@ -60,7 +61,8 @@ def bench_decode(
             notes[batch, context] = f"state {state.nbytes / batch / 2**20:,.1f} MiB a sequence"
             rounds[batch, context] = _round(subject, state)
         report("decoding in turns")
-        seconds = {key: total / _tokens(device) for key, total in median_seconds(rounds, repeats).items()}
+        runs = {key: round.run for key, round in rounds.items()}
+        seconds = {key: total / rounds[key].tokens for key, total in median_seconds(runs, repeats).items()}
         for (batch, context), taken in seconds.items():
             name = f"decode {model}, batch {batch}, context {context:,}"
             rows.append(Row(name, batch / taken, "tokens/s", note=notes[batch, context]))
@@ -70,7 +72,7 @@ def bench_decode(
             rows.append(
                 Row(name, max(alone) / min(alone), "× as long", 1.05, note="the slowest context over the fastest")
             )
-        del rounds, subject, state
+        del runs, rounds, subject, state
         for name in names:
             report(f"{name} decodes after {peer_context:,} tokens")
             rows += _peer_rows(name, model, peer_context, 1 / seconds[1, peer_context], device, repeats)
@@ -103,18 +105,20 @@ def _state(model: LanguageModel, batch: int, context: int) -> ModelState:
         return read(model, tokens, piece=_PIECE if device.type == "cuda" else 4096)[1]
 
 
-def _tokens(device: torch.device) -> int:
-    """Tokens of each row in a timed round: whole blocks, so that folding them into the state is in the time."""
-    return 8 * BLOCK if device.type == "cuda" else BLOCK
+class Round(NamedTuple):
+    """A timed piece of decoding: `run` decodes `tokens` tokens of each row greedily and waits for them."""
+
+    run: Callable[[], None]
+    tokens: int
 
 
-def _round(model: LanguageModel, state: ModelState) -> Callable[[], None]:
-    """A function that decodes `_tokens` tokens of each row greedily and waits for them."""
+def _round(model: LanguageModel, state: ModelState) -> Round:
+    """Whole blocks, so that folding them into the state is in the time; several where a graph makes them short."""
     device = model.embedding.weight.device
     token = torch.zeros(state.batch, dtype=torch.int64, device=device)
-    count = _tokens(device)
     with autocast(device):
         going_on = decoder(model, state)
+    count = BLOCK if isinstance(going_on, Decoder) else 8 * BLOCK
 
     def run() -> None:
         nonlocal token
@@ -126,7 +130,7 @@ def _round(model: LanguageModel, state: ModelState) -> Callable[[], None]:
                 token = going_on.greedy(token, count)[:, -1]
         token.cpu()
 
-    return run
+    return Round(run, count)
 
 
 def _peer_rows(name: str, model: str, context: int, ours: float, device: torch.device, repeats: int) -> list[Row]:
@@ -148,8 +152,8 @@ def _peer_speed(name: str, like: ModelConfig, context: int, device: torch.device
     torch.manual_seed(0)
     if name not in FOREIGN:
         other = build_model(preset(name, vocab_size=like.vocab_size)).to(device).eval()
-        run = _round(other, _state(other, 1, context))
-        return _tokens(device) / median_seconds({name: run}, repeats)[name]
+        run, count = _round(other, _state(other, 1, context))
+        return count / median_seconds({name: run}, repeats)[name]
     foreign = build_foreign(name, like, context + BLOCK * (repeats + 2)).to(device).eval()
     tokens = torch.randint(0, like.vocab_size, (1, context), device=device)
     count = 1 if name == "pypi-gss" else BLOCK
