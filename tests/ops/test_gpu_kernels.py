@@ -3,6 +3,7 @@
 On a CUDA device they run there (`pytest -m gpu`); elsewhere in Triton's interpreter, at small sizes.
 """
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import gss
+from gss.nn.dense import norm as norm_layer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, reference
 from gss.ops.gate import ACTIVATIONS
@@ -18,7 +20,7 @@ from tests.comparing import relative_error
 
 pytest.importorskip("triton")
 from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, taps, transpose
+from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, stream, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -224,6 +226,50 @@ def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: py
         # The eigenvalues' gradients are sums over everything, in which much cancels.
         tolerance = 5 * HALF if name in ("log_decay", "frequency") else 2 * HALF
         assert relative_error(a.detach().cpu(), b.detach()) < tolerance, name
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(("batch", "length"), [(1, 2), (3, 300), (2, 1024), (1, 1537)])
+def test_reading_on(batch: int, length: int, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and the state after them, from a state or from nothing, against the recurrence in float64."""
+    monkeypatch.setattr(fft, "LONGEST", 512)
+    space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
+    signal = torch.randn(batch, 3, length).half()
+    before = torch.randn(batch, 3, 24, 2) if carried else None
+    parameters = [p.detach() for p in (space.log_decay, space.frequency, space.readout, space.skip)]
+    log_decay, frequency, readout, skip = (p.double() for p in parameters)
+    transition, drive = reference.discretize(reference.eigenvalues(log_decay, frequency))
+    start = None if before is None else torch.view_as_complex(before.double())
+    u = signal.double().transpose(1, 2)
+    y, state = reference.recur(u, torch.view_as_complex(readout), transition, drive, start)
+    state_before = None if before is None else before.to(DEVICE)
+    found, after = rows.read_on(signal.to(DEVICE), *(p.to(DEVICE) for p in parameters), True, state_before)
+    compare([found, after], [(y + skip * u).transpose(1, 2), torch.view_as_real(state)], HALF)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("shape", [(3, 5, 24), (1, 7, 1000), (2, 1, 4100)])
+def test_norms(shape: tuple[int, ...], kind: str) -> None:
+    norm = norm_layer(shape[-1], gss.preset("gss-tiny", norm=kind))
+    torch.nn.init.normal_(norm.weight)
+    bias = getattr(norm, "bias", None)
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    x = torch.randn(shape) * 3 + 1
+    norm, exact = norm.to(DEVICE), copy.deepcopy(norm).double()
+    found = stream.normed(
+        x.to(DEVICE), norm.weight, getattr(norm, "bias", None), norm.eps, kind == "layernorm", torch.float16
+    )
+    assert found.dtype == torch.float16
+    compare([found], [exact(x.double())], HALF)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 24), (1, 5, 1000)])
+def test_sums_of_the_stream(shape: tuple[int, ...], biased: bool) -> None:
+    x, update, bias = draw(*shape), draw(*shape, kind=torch.float16), draw(shape[-1])
+    found = stream.added(x, update, bias if biased else None)
+    compare([found], [x.double() + update.double() + biased * bias.double()], 1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 65, 130), (3, 64, 7)])

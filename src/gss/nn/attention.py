@@ -15,6 +15,7 @@ from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.stepping import CacheStepper, Stepper
+from gss.ops.norm import normed
 
 # Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
 _QUERY_BLOCK = 1024
@@ -60,7 +61,7 @@ class TransformerBlock(SequenceLayer):
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values: [B, L, 3, h, d]."""
-        return self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, self.head_width))
+        return self.query_key_value(normed(self.norm, x)).unflatten(-1, (3, self.heads, self.head_width))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The block's output from its input and what each token attends to, [B, L, h, d]."""

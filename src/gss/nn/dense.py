@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.ops.gate import ACTIVATIONS
+from gss.ops.norm import normed
 
 
 def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None) -> nn.Linear:
@@ -19,9 +20,9 @@ def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias:
     return layer
 
 
-def norm(width: int, config: ModelConfig) -> nn.Module:
+def norm(width: int, config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
     """The config's norm over the last dimension."""
-    kind = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
+    kind: type[nn.LayerNorm] | type[nn.RMSNorm] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
     return kind(width, eps=config.norm_epsilon)
 
 
@@ -37,4 +38,4 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.outer(self.activation(self.inner(self.norm(x)))))
+        return x + self.dropout(self.outer(self.activation(self.inner(normed(self.norm, x)))))

@@ -8,7 +8,8 @@ from gss.config import ModelConfig
 from gss.nn.dense import dense, norm
 from gss.nn.state_space import DiagonalStateSpace
 from gss.nn.state_space_layer import Mix, StateSpaceLayer
-from gss.ops.gate import ACTIVATIONS, gated_output
+from gss.ops.gate import ACTIVATIONS, add_gated
+from gss.ops.norm import normed
 
 
 class GSSLayer(StateSpaceLayer):
@@ -30,7 +31,7 @@ class GSSLayer(StateSpaceLayer):
 
     def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
         (mix,) = mixes
-        normed = self.norm(x)
-        u = self.inner_norm(ACTIVATIONS[self.activation](self.inner(normed)))  # [B, L, H]
+        above = normed(self.norm, x)
+        u = normed(self.inner_norm, ACTIVATIONS[self.activation](self.inner(above)))  # [B, L, H]
         gate, context, output = ((layer.weight, layer.bias) for layer in (self.gate, self.context, self.output))
-        return gated_output(normed, mix(u), gate, context, output, self.activation) + x
+        return add_gated(x, above, mix(u), gate, context, output, self.activation)

@@ -81,18 +81,22 @@ class DiagonalStateSpace(nn.Module):
         from gss.ops.gpu.transpose import swapped
 
         alone = state is None and not keep_state
-        if (
-            alone
-            and self.log_step is None
-            and self.config.discretization == "zoh"
-            and self.readout.dtype == torch.float32
-        ):
-            parameters = (self.log_decay, self.frequency, self.readout, self.skip)
-            return swapped(rows.mix_alone(swapped(u), *parameters, self.config.imaginary == "exp")), None
+        if self._plain_form:
+            parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
+            if alone:
+                return swapped(rows.mix_alone(swapped(u), *parameters)), None
+            if not torch.is_grad_enabled():
+                y, after = rows.read_on(swapped(u), *parameters, state)
+                return swapped(y), after if keep_state else None
         if self.log_step is not None and not (alone and rows.fits(u.shape[1])):
             return self._mix(u, state, keep_state)  # a table of powers a channel would be too large
         y, after = self._mix_rows(swapped(u), state, keep_state)
         return swapped(y), after
+
+    @property
+    def _plain_form(self) -> bool:
+        """Whether it is the paper's, which some kernels are for."""
+        return self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
 
     @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
@@ -21,6 +22,9 @@ from gss.ops.vandermonde import powers
 if TYPE_CHECKING:
     from gss.nn.state import LayerState, SequenceLayer
     from gss.nn.state_space import DiagonalStateSpace
+
+# cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Stepper(Protocol):
@@ -200,7 +204,8 @@ class CacheStepper:
             visible = (torch.arange(filled, device=self._device) <= index.unsqueeze(1))[:, None, None]
         self._lengths = [length + 1 for length in self._lengths]
         keys, values = (cache.tensor[:, :, :filled].to(query.dtype) for cache in self._caches)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
+        with sdpa_kernel(_ANY_LENGTH):
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
 
     def state(self) -> "LayerState":
         """The state of the block after what has been read."""

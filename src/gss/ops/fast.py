@@ -46,6 +46,11 @@ def half(tensor: Tensor) -> torch.dtype | None:
     return None
 
 
+def without_gradients() -> bool:
+    """Whether nothing here will be differentiated and no compiler is looking, which would join operations itself."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 @torch.compiler.assume_constant_result
 def _capable(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)

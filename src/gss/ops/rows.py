@@ -10,11 +10,14 @@ from torch import Tensor
 
 from gss.ops.gpu import fft, powers
 from gss.ops.gpu.long import mix_long
+from gss.ops.gpu.reading import read_on
 from gss.ops.gpu.scan import scan
 from gss.ops.gpu.taps import taps
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import evaluate, project
+
+__all__ = ["fits", "mix", "mix_alone", "read_on"]
 
 
 def fits(length: int) -> bool:
