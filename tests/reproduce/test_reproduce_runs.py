@@ -45,7 +45,12 @@ def test_two_systems_give_results_and_a_table(finished: Path, corpus: Corpus) ->
     assert [part["layer"] for part in kept["time_constants"]["end"]] == ["1", "2"]
     assert kept["time_constants"]["start"] != kept["time_constants"]["end"]
     assert kept["seconds"] > 0
-    assert {"hardware", "versions", "commit", "date", "seed", "parameters"} <= kept.keys()
+    assert {"hardware", "versions", "commit", "date", "seed", "parameters", "peak_memory_bytes"} <= kept.keys()
+    assert kept["curve"][-1][0] == 6
+    assert kept["data"]["train_bytes"] == corpus.train_bytes
+    assert kept["evaluation"]["text"] == corpus.held_out_text
+    assert kept["wall_seconds"]["training"] > 0
+    assert kept["wall_seconds"]["from_step"] == 0
     table = (finished / "table1" / "table.md").read_text()
     assert table.count("| books") == 2
     assert len(json.loads((finished / "table1" / "results.json").read_text())["runs"]) == 2
@@ -64,6 +69,20 @@ def test_finished_runs_are_known_by_their_files_alone(
     assert all("done before" in text for text in said)
     # The same result serves another table.
     assert len(go("lengths", quick_runs("lengths", corpus, "gss"), tmp_path).done) == 1
+
+
+def test_a_run_that_is_the_same_under_another_name_is_not_run_again(
+    corpus: Corpus, tmp_path: Path, monkeypatch: Any
+) -> None:
+    gss = quick_runs("table1", corpus, "gss")[0]
+    same, other = quick_runs("init", corpus, "init-1-1000", "init-loud")
+    shelf = Shelf(tmp_path)
+    shelf.put(gss, made_up(gss))
+    kept = shelf.find(same)
+    assert kept is not None
+    assert kept["system"] == "gss"
+    assert shelf.find(other) is None
+    assert shelf.find(quick_runs("init", corpus, "init-1-1000", seeds=[1])[0]) is None
 
 
 def test_results_of_other_settings_are_refused(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
@@ -132,6 +151,16 @@ def test_a_run_that_would_not_fit_is_not_started(corpus: Corpus, tmp_path: Path,
     assert [run.system.name for run in outcome.left] == ["transformer"]
     assert any("not now, it takes about" in text for text in said)
     assert not (tmp_path / "runs" / runs[0].name).exists()
+
+
+def test_a_run_that_would_be_stopped_just_before_its_end_is_not_started(
+    corpus: Corpus, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(speed, "probe", lambda *a: Layout(False, None, 1e6))
+    monkeypatch.setattr(runner._Session, "_do", lambda *a: pytest.fail("started"))
+    said: list[str] = []
+    go("table1", quick_runs("table1", corpus, "gss"), tmp_path, time_limit=20.5, partial=True, say=said.append)
+    assert any("not now" in text for text in said)
 
 
 def test_a_run_in_parts(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:

@@ -77,3 +77,24 @@ def test_settings_do_not_depend_on_the_corpus() -> None:
 def test_corpora_of_the_paper() -> None:
     assert paper_corpus("books-own") == "PG-19"
     assert paper_corpus("anything") is None
+
+
+def test_short_evaluations_have_whole_documents() -> None:
+    corpus = Corpus("books", Path("books"), 9, False, {}, "", 60, 100, 400, held_out=((10, 40), (20, 70), (30, 130)))
+    assert [corpus.whole_documents(size) for size in (1, 40, 41, 110, 111, None)] == [10, 10, 30, 30, None, None]
+    small = run_of(SYSTEMS["gss"], replace(SCALES["small"], evaluate_bytes=41), corpus)
+    assert (small.evaluate_tokens, small.scored_tokens) == (30, 30)
+    assert run_of(SYSTEMS["gss"], SCALES["tiny"], corpus).evaluate_tokens is None
+    assert run_of(SYSTEMS["gss"], SCALES["small"], corpus, evaluate_tokens=7).evaluate_tokens == 7
+
+
+def test_names_do_not_collide() -> None:
+    books = Corpus("books", Path("books"), 9, False, {}, "", 60, 100, 400)
+    corpora = [books, replace(books, name="books-own"), replace(books, name="math")]
+    runs = [
+        run
+        for target in TARGETS.values()
+        for tokens in (None, 1_000_000)
+        for run in planned(target, SCALES["small"], corpora, seeds=[0, 1, 10], tokens=tokens)
+    ]
+    assert len({run.name for run in runs}) == len({(run.name, run.config, run.corpus.name) for run in runs})

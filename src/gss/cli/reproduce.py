@@ -67,7 +67,7 @@ def reproduce_command(
         ),
     ] = False,
     evaluate_tokens: Annotated[
-        int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: all.")
+        int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: the scale's.")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -83,6 +83,9 @@ def reproduce_command(
     Run again with the same --out it goes on: finished runs are known by their files in OUT/results, an interrupted one
     goes on from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
+    import shlex
+    import sys
+
     from rich.console import Console
 
     from gss.cli.progress import share_bar
@@ -115,6 +118,7 @@ def reproduce_command(
         device=device,
         quiet=quiet,
         commit=commit,
+        command=shlex.join(["gss", *sys.argv[1:]]),
         say=lambda text: console.print(text, markup=False),
         bar=share_bar,
     )

@@ -30,6 +30,7 @@ from gss.train.folder import read_metrics
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _REACHES = (100, 1000, 4096)
+_CURVE_POINTS = 40
 _UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the length
 # Tokens read at a time and side by side; on a GPU long pieces, many of them.
 _PIECE = {"cuda": 16_384, "cpu": 4096}
@@ -63,6 +64,7 @@ def measured(
     return {
         "parameters": account(run.config.model).parameters,
         **speed(folder, run),
+        "curve": curve(folder),
         "lengths": rows,
         "evaluation": {
             "split": dataset.split,
@@ -72,6 +74,13 @@ def measured(
             "given_back_bytes": given_back,
             "lossless": run.corpus.lossless,
             "precision": precision,
+            "text": run.corpus.held_out_text,
+        },
+        "data": {
+            "train_tokens": run.corpus.train_tokens,
+            "train_bytes": run.corpus.train_bytes,
+            "held_out_tokens": run.corpus.held_out_tokens,
+            "vocab_size": run.corpus.vocab_size,
         },
         "time_constants": {"start": time_constants(_at_start(run)), "end": time_constants(loaded.model)},
         "layout": {
@@ -80,6 +89,7 @@ def measured(
             "tokens_per_second": layout.tokens_per_second,
         },
         "hardware": hardware(device),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "versions": versions(),
         "commit": source_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -192,6 +202,14 @@ def speed(folder: Path, run: Run) -> dict[str, Any]:
         "tokens_per_second": statistics.median(speeds),
         "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
     }
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """(step, mean training loss since the point before), at most so many points."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    size = -(-len(rows) // _CURVE_POINTS)
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [(part[-1]["step"], round(statistics.fmean(row["loss"] for row in part), 4)) for part in parts]
 
 
 def _at_start(run: Run) -> LanguageModel:

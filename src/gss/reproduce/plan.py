@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gss.config import override
 from gss.data.manifest import COLUMNS, MANIFEST, read_manifest
@@ -19,8 +20,10 @@ from gss.train.config import TrainConfig, resolve
 
 TRAIN, HELD_OUT = "train", "valid"
 _LOG_LINES = 20  # of progress a run, where it is not a terminal's single one
-_CHECKPOINTS = 2  # a run; a signal to stop adds one
+_CHECKPOINTS = 2  # a run, where the scale does not say; a signal to stop adds one
 _LONG_NAME = 60  # characters of changed settings; more become a hash
+_ENDS, _BYTES = COLUMNS.index("ends"), COLUMNS.index("bytes")
+_DIGEST = [COLUMNS.index("digest_low"), COLUMNS.index("digest_high")]
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,21 @@ class Corpus:
     identity: Mapping[str, str]
     """Hashes of the vocabulary and of both splits' tokens: the same text prepared elsewhere has the same."""
     held_out_text: str
-    """A hash of the held-out documents' texts, whatever the vocabulary: the same where bits a byte compare."""
+    """A hash of the held-out documents' texts in order, whatever the vocabulary: the same where bits a byte compare."""
     held_out_tokens: int
     train_tokens: int
     train_bytes: int
+    held_out: tuple[tuple[int, int], ...] = ()
+    """(tokens, bytes of text) of every held-out document, in order."""
+
+    def whole_documents(self, text_bytes: int | None) -> int | None:
+        """Tokens of the first held-out documents that together have so many bytes of text; None for all of them."""
+        tokens, read = 0, 0
+        for count, size in self.held_out:
+            if text_bytes is not None and read >= text_bytes:
+                return tokens
+            tokens, read = tokens + count, read + size
+        return None
 
     @property
     def paper(self) -> str | None:
@@ -100,27 +114,27 @@ def _corpus(folder: Path) -> Corpus:
     if missing:
         raise ValueError(f"{folder} has no split {missing[0]!r}: prepare it with a share held out (--valid)")
     tokens = {split: manifest.splits[split]["files"][f"{split}.tokens"]["sha256"] for split in (TRAIN, HELD_OUT)}
+    columns = _held_out_columns(folder, manifest.splits[HELD_OUT]["documents"])
     return Corpus(
         name=folder.resolve().name,
         folder=folder,
         vocab_size=manifest.tokenizer["vocab_size"],
         lossless=not manifest.tokenizer["losses"],
         identity={"tokenizer": manifest.tokenizer["hash"], **tokens},
-        held_out_text=_text_hash(folder, manifest.splits[HELD_OUT]["documents"]),
+        held_out_text=hashlib.sha256(columns[_DIGEST].T.tobytes()).hexdigest(),
         held_out_tokens=manifest.splits[HELD_OUT]["tokens"],
         train_tokens=manifest.splits[TRAIN]["tokens"],
         train_bytes=manifest.splits[TRAIN]["bytes"],
+        held_out=tuple(zip(np.diff(columns[_ENDS], prepend=0).tolist(), columns[_BYTES].tolist(), strict=True)),
     )
 
 
-def _text_hash(folder: Path, documents: int) -> str:
-    """Of the held-out documents' digests, in whatever order they were prepared."""
+def _held_out_columns(folder: Path, documents: int) -> npt.NDArray[np.int64]:
+    """The index of the held-out documents, a row a column of it. Their order is that of their names."""
     path = folder / f"{HELD_OUT}.documents"
     if not path.is_file() or path.stat().st_size != 8 * len(COLUMNS) * documents:
         raise ValueError(f"{path} is missing or cut short: prepare the corpus anew")
-    columns = np.fromfile(path, "<u8").reshape(len(COLUMNS), documents)
-    digests = columns[[COLUMNS.index("digest_low"), COLUMNS.index("digest_high")]].T
-    return hashlib.sha256(np.unique(digests, axis=0).tobytes()).hexdigest()
+    return np.fromfile(path, "<i8").reshape(len(COLUMNS), documents)
 
 
 def chosen(target: Target, only: Sequence[str]) -> list[System]:
@@ -179,14 +193,15 @@ def run_of(
         config = replace(config, steps=max(1, round(wanted / config.batch_tokens)))
     config = override(config, _habits(config.steps, settings))
     changed = tuple(f"{key}={value}" for key, value in sorted((changes or {}).items()))
-    return Run(system, scale, corpus, config, evaluate_tokens or scale.evaluate_tokens, changed)
+    scored = evaluate_tokens or corpus.whole_documents(scale.evaluate_bytes)
+    return Run(system, scale, corpus, config, scored, changed)
 
 
 def _habits(steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """How often a run speaks and saves, by its length; never more warm-up than a tenth of it where it is short."""
     habits: dict[str, Any] = {
         "report.log_every": max(1, min(100, steps // _LOG_LINES)),
-        "checkpoint.every": max(1, min(1000, steps // _CHECKPOINTS)),
+        "checkpoint.every": settings.get("checkpoint.every", max(1, min(1000, steps // _CHECKPOINTS))),
         "optimizer.warmup_steps": min(settings.get("optimizer.warmup_steps", steps), max(1, steps // 8)),
     }
     return habits

@@ -12,12 +12,12 @@ from gss.reproduce.settings import Target
 from gss.reproduce.tables import Found, markdown, notes, table
 
 
-def write_report(target: Target, found: Found, folder: Path, say: Callable[[str], None]) -> str:
+def write_report(target: Target, found: Found, folder: Path, say: Callable[[str], None], figures: bool = True) -> str:
     """Write all three; returns the table with its notes as Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     text = report_text(target, found)
     images: dict[str, bytes] = {}
-    if found:
+    if found and figures:
         try:
             images = draw(target, found)
         except MissingMatplotlibError as error:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,16 @@ class Shelf:
         return self.folder / f"{run.name}.json"
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """A run's result, if it is done; ValueError where the file is of something else."""
+        """A run's result, if it is done; ValueError where the file is of something else.
+
+        A run of another name that was the same in everything serves too: GSS at its default is one of the starts.
+        """
         path = self.path(run)
         if not path.is_file():
-            return None
+            others = self.folder.glob(f"{run.corpus.name}.*.{run.scale.name}.*steps.seed{run.config.seed}*.json")
+            return next((kept for kept in map(_read, sorted(others)) if not _changed(kept, run)), None)
         kept = _read(path)
-        changed = differences(kept["config"], run.config)
-        for name, value in {**run.corpus.identity, "evaluate_tokens": run.evaluate_tokens}.items():
-            if kept["identity"].get(name) != value:
-                changed[f"data.{name}"] = (kept["identity"].get(name), value)
+        changed = _changed(kept, run)
         if changed:
             what = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items())
             raise ValueError(
@@ -69,6 +71,7 @@ class Shelf:
             "scale": run.scale.name,
             "corpus": run.corpus.name,
             "seed": run.config.seed,
+            "changed": list(run.changed),
             "tokens": run.tokens,
             "epochs": run.tokens / run.corpus.train_tokens,
             **outcome,
@@ -87,6 +90,15 @@ class Shelf:
         return None
 
 
+def _changed(kept: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
+    """What sets a result apart from a run: name → (the result's, the run's)."""
+    changed = differences(kept["config"], run.config)
+    for name, value in {**run.corpus.identity, "evaluate_tokens": run.evaluate_tokens}.items():
+        if kept["identity"].get(name) != value:
+            changed[f"data.{name}"] = (kept["identity"].get(name), value)
+    return changed
+
+
 def shape(config: Mapping[str, Any]) -> str:
     """What of a config its speed depends on, as a key: everything but how parameters start and how they learn."""
     model = {name: value for name, value in config["model"].items() if name != "state_space"}
@@ -96,6 +108,11 @@ def shape(config: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(path: Path, changed_at: int) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if kept["format"] != FORMAT:

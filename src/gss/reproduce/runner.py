@@ -78,6 +78,7 @@ def reproduce(
     device: str = "auto",
     quiet: bool = False,
     commit: str = "",
+    command: str = "",
     say: Say = lambda text: None,
     bar: Bar = _no_bar,
 ) -> Outcome:
@@ -88,9 +89,11 @@ def reproduce(
     partial         when all that fits is done, begin one that does not, and save it before the time is up; the next
                     call goes on with it if it finds the same `work`. Main thread only
     work            where run folders go; default OUT/runs
+    commit, command noted in the results; an empty commit is asked of the source tree
     """
-    session = _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, commit, say, bar)
+    session = _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, say, bar)
     session.partial = partial and time_limit is not None
+    session.noted = {"command": command, **({"commit": commit} if commit else {})}
     try:
         return session.go()
     finally:
@@ -107,12 +110,12 @@ class _Session:
         time_limit: float | None,
         device: str,
         quiet: bool,
-        commit: str,
         say: Say,
         bar: Bar,
     ) -> None:
         self.target, self.runs, self.out, self.work = target, runs, out, work
-        self.quiet, self.commit, self.say, self.bar = quiet, commit, say, bar
+        self.quiet, self.say, self.bar = quiet, say, bar
+        self.noted: dict[str, str] = {}
         self.device = pick_device(device)
         self.hardware = hardware(self.device)
         self.shelf = Shelf(out / "results")
@@ -120,6 +123,8 @@ class _Session:
         self.layouts: dict[str, Layout] = {}
         self.longest_probe = 0.0
         self.threads = torch.get_num_threads()
+        self.compiled = ""
+        """The shape that what torch has compiled is of."""
         self.partial = False
         self.failed: dict[str, str] = {}
         self.waiting: list[tuple[Run, Layout]] = []
@@ -150,7 +155,7 @@ class _Session:
         waiting = sorted(self.waiting, key=lambda entry: -_steps_done(self.work / entry[0].name))
         if self.partial and waiting and stopped is None and self._time_left() > 2 * _RESERVE_SECONDS:
             stopped = self._attempt(*waiting[0])
-        outcome = self._report()
+        outcome = self._report(figures=True)
         outcome.left = [run for run in seen if not self.shelf.find(run)]
         outcome.signal = stopped
         return outcome
@@ -159,13 +164,20 @@ class _Session:
         """Do a run, come what may; the signal that stopped it, if a person's did."""
         self.say(f"{run.name}: {run.tokens:,} tokens at about {layout.tokens_per_second:,.0f} tokens/s")
         stopped = None
+        self._forget_other_shapes(shape(to_mapping(run.config)))
         try:
             stopped = self._do(run, layout)
         except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
             self._fail(run, error)
-        release(self.device)
+        speed.free(self.device)
         self._report()
         return stopped
+
+    def _forget_other_shapes(self, key: str) -> None:
+        """Drop what was compiled for models of another shape; runs of one shape compile once between them."""
+        if key != self.compiled:
+            release(self.device)
+            self.compiled = key
 
     def _fail(self, run: Run, error: Exception) -> None:
         self.failed[run.name] = str(error)
@@ -198,6 +210,7 @@ class _Session:
         if layout is None and (self.end is None or self._time_left() > 2 * self.longest_probe):
             started = time.monotonic()
             self.say(f"{run.name}: measuring the speed")
+            self._forget_other_shapes(key)
             # The first run chooses the threads for all, so that their speeds compare.
             layout = speed.probe(run.config, self.device, self.say, 1 if self.layouts else self.threads)
             self.longest_probe = max(self.longest_probe, time.monotonic() - started)
@@ -205,9 +218,11 @@ class _Session:
             self.say(f"{run.name}: left for another call, there is no time to measure its speed")
             return None
         self.layouts[key] = layout
-        needed = speed.seconds_needed(layout, steps * run.config.batch_tokens, _scored_tokens(run), self.device)
-        if self.end is not None and needed > self._time_left():
-            left = duration(self._time_left())
+        tokens, compiled = steps * run.config.batch_tokens, key == self.compiled
+        needed = speed.seconds_needed(layout, tokens, _scored_tokens(run), self.device, compiled)
+        spare = self._time_left() - (_RESERVE_SECONDS if self.partial else 0.0)  # at which a run in parts is stopped
+        if needed > spare:
+            left = duration(max(0.0, spare))
             self.say(f"{run.name}: not now, it takes about {duration(needed)} and {left} are left")
             self.waiting.append((run, layout))
             return None
@@ -232,11 +247,13 @@ class _Session:
             micro_batch_tokens=layout.micro_batch_tokens,
             device=self.device.type,
         )
+        before, started = _steps_done(folder), time.monotonic()
         spare = None if self.end is None else self._time_left() - _RESERVE_SECONDS
         with deadline(spare if self.partial else None) as limit:
             stopped = self._train(run, config, folder)
         if stopped is not None:
             return None if limit.reached else stopped
+        trained = time.monotonic()
         scoring = speed.seconds_needed(layout, 0, _scored_tokens(run), self.device)
         if self.partial and scoring > self._time_left():
             self.say(f"{run.name}: trained; scoring it takes about {duration(scoring)} and is left for another call")
@@ -244,9 +261,8 @@ class _Session:
         stage = f"scoring {run.name}"
         with contextlib.nullcontext(_silent) if self.quiet else self.bar(stage) as show:
             outcome = measure.measured(run, folder, layout, self.device, lambda share: show(stage, share))
-        if self.commit:
-            outcome["commit"] = self.commit
-        self.shelf.put(run, outcome)
+        wall = {"training": trained - started, "scoring": time.monotonic() - trained, "from_step": before}
+        self.shelf.put(run, {**outcome, "wall_seconds": wall, **self.noted})
         return None
 
     def _train(self, run: Run, config: TrainConfig, folder: Path) -> int | None:
@@ -261,10 +277,11 @@ class _Session:
             return None
         return train(config, run.corpus.folder, folder, quiet=self.quiet).signal
 
-    def _report(self) -> Outcome:
+    def _report(self, figures: bool = False) -> Outcome:
+        """Write what there is; figures, which take a moment, at the end alone."""
         found = [(run, kept) for run in self.runs if (kept := self.shelf.find(run)) is not None]
         folder = self.out / self.target.name
-        text = write_report(self.target, found, folder, self.say)
+        text = write_report(self.target, found, folder, self.say, figures)
         return Outcome(folder, text, done=[run for run, _ in found], failed=dict(self.failed))
 
 

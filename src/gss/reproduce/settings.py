@@ -46,8 +46,9 @@ class Scale:
     """Of every run."""
     recipes: Mapping[str, Settings]
     """By the names that systems ask for."""
-    evaluate_tokens: int | None = None
-    """Most validation tokens that are scored at each length. None: the whole split."""
+    evaluate_bytes: int | None = None
+    """Held-out documents are scored from the first on, whole, until their text has so many bytes: the same text for
+    every vocabulary. None: all of them."""
     corpora: Mapping[str, Settings] = field(default_factory=dict)
     """What the paper did otherwise on some corpora, by the paper's name of them."""
     corpus_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -106,12 +107,14 @@ SCALES: dict[str, Scale] = {
             name="small",
             suffix="-small",
             tokens=800 * 131_072,
+            evaluate_bytes=4_000_000,
             settings={
                 **_QUIET,
                 "length": 4096,
                 "batch_tokens": 131_072,
                 "micro_batch_tokens": 131_072,  # halved where it does not fit
                 "compile": True,
+                "checkpoint.every": 1000,  # a run is minutes long; a signal to stop saves too
                 "optimizer.warmup_steps": 100,
             },
             recipes={

@@ -1,9 +1,11 @@
 """How fast a run will be, found out by taking a few of its steps on random tokens; and a layout of it that fits.
 
 On a GPU the micro-batch is halved until it fits, and a model that does not compile is run as it is; on a CPU the
-number of threads is chosen. None of it changes what is computed beyond rounding.
+number of threads is chosen. None of it changes what is computed beyond rounding. What was compiled stays for the run
+that follows.
 """
 
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,8 @@ _STEPS = 3
 # Training estimates are exact to some percent; scoring takes about a third of a training step's time a token.
 _MARGIN = 1.1
 _SCORING = 2.0
-_START_SECONDS = {"cuda": 40.0, "cpu": 1.0}  # compiling, reading the data, checkpoints
+_START_SECONDS = {"cuda": 15.0, "cpu": 1.0}  # reading the data, building, the last checkpoint and reading it back
+_COMPILE_SECONDS = 30.0
 
 
 def probe(config: TrainConfig, device: torch.device, say: Callable[[str], None], threads: int = 1) -> Layout:
@@ -47,15 +50,24 @@ def probe(config: TrainConfig, device: torch.device, say: Callable[[str], None],
                 raise ValueError(f"not even one row of {config.length:,} tokens of {config.preset} fits") from None
             say(f"{config.preset}: out of memory, trying micro-batches of {smaller:,} tokens")
             micro = smaller
+            release(device)
         except Exception as error:
             if not compiled:
                 raise
             say(f"{config.preset} does not compile here ({type(error).__name__}), running it as it is")
             compiled = False
-        else:
-            return Layout(compiled, micro, speed)
-        finally:
             release(device)
+        else:
+            free(device)
+            return Layout(compiled, micro, speed)
+
+
+def free(device: torch.device) -> None:
+    """Give back memory that nothing refers to any more; compiled code stays, for the next run of the same shape."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _tokens_per_second(config: TrainConfig, device: torch.device) -> float:
@@ -70,7 +82,13 @@ def _tokens_per_second(config: TrainConfig, device: torch.device) -> float:
     return config.batch_tokens / statistics.median(seconds)
 
 
-def seconds_needed(layout: Layout, training_tokens: int, scored_tokens: int, device: torch.device) -> float:
-    """About how long it takes to train on so many tokens and score so many, with something to spare."""
+def seconds_needed(
+    layout: Layout, training_tokens: int, scored_tokens: int, device: torch.device, compiled: bool = True
+) -> float:
+    """About how long it takes to train on so many tokens and score so many, with something to spare.
+
+    compiled        whether what the layout compiles has been compiled in this process
+    """
     work = (training_tokens + scored_tokens / _SCORING) / layout.tokens_per_second
-    return (_START_SECONDS[device.type] if training_tokens else 0.0) + _MARGIN * work
+    start = _START_SECONDS[device.type] + (_COMPILE_SECONDS if layout.compile and not compiled else 0.0)
+    return (start if training_tokens else 0.0) + _MARGIN * work
