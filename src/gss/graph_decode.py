@@ -134,7 +134,7 @@ class GraphDecoder:
         self._model.check_state(state, state.batch)
         first, last = len(self._joined), len(self._joined) + state.batch
         if last > self._buffers.batch:
-            self._make_room(1 << (last - 1).bit_length())
+            self._make_room(_power_of_two(last))
         buffers, read = self._buffers, self._read
         buffers.position[first:last] = state.position
         buffers.inputs[:, :, first:last] = 0
@@ -154,14 +154,14 @@ class GraphDecoder:
         Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
         """
         if len(rows) > self._buffers.batch:
-            self._make_room(len(rows))
+            self._make_room(_power_of_two(len(rows)))
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         if moved:
             places, sources = (list(side) for side in zip(*moved, strict=True))
             for tensor in self._buffers.by_row():
                 tensor[places] = tensor[sources]
         self._joined = [self._joined[row] for row in rows]
-        enough = max(1, len(rows))
+        enough = _power_of_two(max(1, len(rows)))
         if enough <= self._buffers.batch // _SPARSE:
             self._make_room(enough)
 
@@ -266,6 +266,11 @@ def _tables(space: DiagonalStateSpace, block: int) -> tuple[Tensor, Tensor, Tens
         torch.view_as_real(readout).movedim(-1, 0).float(),
         conjugate[:, 1:].transpose(1, 2).contiguous(),
     )
+
+
+def _power_of_two(rows: int) -> int:
+    """Room for rows that come and go: of few sizes, since each has kernels to compile."""
+    return 1 << (rows - 1).bit_length()
 
 
 def _layers(model: LanguageModel) -> list[GSSLayer]:
