@@ -14,6 +14,7 @@ from gss.data import Tokenizer
 from gss.decode import decoder
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.precision import resolved, running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +125,13 @@ def stream_many(
     seeds: Sequence[int] | None = None,
     eos_id: int | None = None,
     state: ModelState | None = None,
+    precision: str = "auto",
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
-    own seed. With `state` (of as many rows) the prompts are of one length and go on from there.
+    own seed. With `state` (of as many rows) the prompts are of one length and go on from there. `precision` is auto,
+    fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -137,14 +140,17 @@ def stream_many(
     sampling = sampling or Sampling()
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(prompts)]
     device = model.embedding.weight.device
-    if state is None:
-        logits, state = read_many(model, prompts)
-    else:
-        logits, state = read(model, torch.tensor([list(p) for p in prompts], dtype=torch.int64, device=device), state)
+    precision = resolved(precision, model)
+    with running(model, precision):
+        if state is None:
+            logits, state = read_many(model, prompts)
+        else:
+            ids = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=device)
+            logits, state = read(model, ids, state)
+        steps = decoder(model, state)
     seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         seen[row, list(prompt)] = True
-    steps = decoder(model, state)
     going = [True] * len(prompts)
     for produced in range(1, max_tokens + 1):
         tokens = choose(logits.cpu(), sampling, seen, generators)
@@ -154,7 +160,8 @@ def stream_many(
         yield [token if on else None for on, token in zip(going, tokens.tolist(), strict=True)]
         seen.scatter_(1, tokens.unsqueeze(1), True)
         if produced < max_tokens:
-            logits = steps.step(tokens.to(device))
+            with running(model, precision):
+                logits = steps.step(tokens.to(device))
 
 
 def stream(
@@ -166,10 +173,18 @@ def stream(
     seed: int = 0,
     eos_id: int | None = None,
     state: ModelState | None = None,
+    precision: str = "auto",
 ) -> Iterator[int]:
     """Token ids that go on from a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
     rows = stream_many(
-        model, [prompt], max_tokens=max_tokens, sampling=sampling, seeds=[seed], eos_id=eos_id, state=state
+        model,
+        [prompt],
+        max_tokens=max_tokens,
+        sampling=sampling,
+        seeds=[seed],
+        eos_id=eos_id,
+        state=state,
+        precision=precision,
     )
     for (token,) in rows:
         assert token is not None
@@ -190,6 +205,7 @@ def stream_text(
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    precision: str = "auto",
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, each whole characters; ends before any of the `stop` strings.
 
@@ -198,7 +214,15 @@ def stream_text(
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
     ids = prompt_ids(tokenizer, prompt)
-    tokens = stream(model, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, eos_id=tokenizer.eos_id)
+    tokens = stream(
+        model,
+        ids,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+        precision=precision,
+    )
     return _until(stop, _decoded(tokenizer, ids[1:], tokens))
 
 
@@ -291,7 +315,17 @@ def generate(
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    precision: str = "auto",
 ) -> str:
     """The continuation of a prompt as one text; see `stream_text`."""
-    pieces = stream_text(model, tokenizer, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop)
+    pieces = stream_text(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        precision=precision,
+    )
     return "".join(pieces)

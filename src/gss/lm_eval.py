@@ -121,6 +121,7 @@ class GSSLM(TemplateLM):
                 max_tokens=int(options.get("max_gen_toks", self.max_gen_toks)),
                 sampling=_sampling(options),
                 stop=[mark for mark in ([until] if isinstance(until, str) else until) if mark],
+                precision="fp32",  # as scores are
             )
             self.cache_hook.add_partial("generate_until", request.args, text)
             texts.append(text)

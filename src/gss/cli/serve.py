@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Run
+from gss.cli.use import Precision, Run
 
 
 def register(app: typer.Typer) -> None:
@@ -23,6 +23,7 @@ def serve_command(
     name: Annotated[str | None, typer.Option(help="The model's id for clients. Default: the folder's name.")] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    precision: Precision = "auto",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of the model on a CPU. Default: all cores but one.")
     ] = None,
@@ -43,6 +44,7 @@ def serve_command(
     from gss.box import NAME
     from gss.cli.use import _device
     from gss.loading import load
+    from gss.precision import check
 
     try:
         from gss.serve.limits import Limits
@@ -50,6 +52,7 @@ def serve_command(
     except ImportError as error:
         raise ValueError(f"gss serve needs more packages ({error}): pip install 'gss-lm[serve]'") from None
 
+    check(precision)
     console = Console(stderr=True, highlight=False)
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty: give one, or leave --api-key and GSS_API_KEY out")
@@ -79,6 +82,7 @@ def serve_command(
         rows=batch,
         piece=piece,
         cache_bytes=cache_mib << 20,
+        precision=precision,
         threads=threads,
         drain_seconds=drain,
         ready=lambda url: print(f"Serving {served_as} (step {loaded.step}) at {url}", flush=True),

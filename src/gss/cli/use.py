@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gss.evaluate import Evaluation
 
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
 # Parameters under which a step is too little work to share: with 7M, two threads on two cores are 1.2 times as fast
 # as one at best, and many times slower when anything else wants a core.
 _SMALL = 16_000_000
@@ -125,6 +126,7 @@ def generate_command(
     samples: Annotated[int, typer.Option(min=1, help="Texts to produce, from consecutive seeds.")] = 1,
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    precision: Precision = "auto",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
@@ -134,7 +136,9 @@ def generate_command(
 
     from gss.generate import Sampling, stream_text
     from gss.loading import load
+    from gss.precision import check
 
+    check(precision)
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
@@ -146,7 +150,14 @@ def generate_command(
             print(text, end="", flush=True)
             started, produced = time.perf_counter(), 0
             pieces = stream_text(
-                model, tokenizer, text, max_tokens=tokens, sampling=sampling, seed=seed + number, stop=stop or ()
+                model,
+                tokenizer,
+                text,
+                max_tokens=tokens,
+                sampling=sampling,
+                seed=seed + number,
+                stop=stop or (),
+                precision=precision,
             )
             for piece in pieces:
                 print(piece, end="", flush=True)

@@ -73,7 +73,16 @@ def create_app(
         app,
         engine,
         name,
-        describe(engine.model, engine.tokenizer, limits, name=name, preset=preset, step=step, rows=engine.rows),
+        describe(
+            engine.model,
+            engine.tokenizer,
+            limits,
+            name=name,
+            preset=preset,
+            step=step,
+            rows=engine.rows,
+            precision=engine.precision,
+        ),
     )
     for address, path in pages.items():
         _add_page(app, address, path)

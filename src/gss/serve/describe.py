@@ -24,10 +24,12 @@ def describe(
     preset: str | None,
     step: int,
     rows: int,
+    precision: str,
 ) -> dict[str, Any]:
     """The facts that `GET /v1/model` answers with."""
     config = model.config
     parameter = next(model.parameters())
+    kind = torch.bfloat16 if precision == "bf16" else parameter.dtype
     state = model.initial_state(1)
     return {
         "id": name,
@@ -38,7 +40,7 @@ def describe(
         "depth": len(config.layers),
         "vocab_size": config.vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "precision": str(parameter.dtype).removeprefix("torch."),
+        "precision": str(kind).removeprefix("torch."),
         "device": parameter.device.type,
         "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id},
         "state": {
@@ -47,7 +49,7 @@ def describe(
             "bytes_per_token": _growth(model),
         },
         "transformer": {
-            "kv_cache_bytes_per_token": 2 * len(config.layers) * config.width * parameter.element_size(),
+            "kv_cache_bytes_per_token": 2 * len(config.layers) * config.width * kind.itemsize,
             "about": "keys and values of every layer of a Transformer of this width and depth, at this precision",
         },
         "time_constants": time_constants(model),

@@ -3,7 +3,7 @@
 A turn of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and produces a
 token for every running sequence. Where both have work, reading gets about half of the time: a long prompt slows running
 sequences down but does not stall them. Jobs are taken in the order in which they came. What a sequence produces does
-not depend on what runs beside it.
+not depend on what runs beside it (but for rounding, in bfloat16).
 
 Knows jobs, models and states; nothing of HTTP or of event loops.
 """
@@ -13,19 +13,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gss.data import Tokenizer
-from gss.decode import Decoder
+from gss.decode import Decoder, decoder
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.precision import resolved, running
 from gss.serve.choosing import Chooser
 from gss.serve.job import Failure, Job, Piece
 from gss.serve.metrics import Metrics
 from gss.serve.prefix_cache import PrefixCache
 from gss.serve.reading import Reading, Readings
 from gss.serve.row import Row
+
+if TYPE_CHECKING:
+    from gss.graph_decode import GraphDecoder
 
 log = logging.getLogger("gss.serve")
 
@@ -56,6 +61,7 @@ class Engine:
     queue         sequences that may wait beside those
     piece         tokens of prompts that are read between two steps
     cache_bytes   memory for the states of prompts (0: none are kept)
+    precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
     interval      seconds between two pieces of one stream; what comes meanwhile is one piece. With many streams it
                   is longer, so that all of them together are sent no more than `_PIECES_A_SECOND`
     post          takes the pieces of a turn, in the engine's thread; must not raise
@@ -70,6 +76,7 @@ class Engine:
         queue: int = 256,
         piece: int = 256,
         cache_bytes: int = 256 << 20,
+        precision: str = "auto",
         interval: float = 0.02,
         post: Callable[[Posts], None] = hand_over,
         metrics: Metrics | None = None,
@@ -78,6 +85,7 @@ class Engine:
             raise ValueError(f"a batch has at least 1 row and a piece at least 1 token, not {rows} and {piece}")
         self.model, self.tokenizer = model, tokenizer
         self.rows, self.queue = rows, queue
+        self.precision = resolved(precision, model)
         self.cache = PrefixCache(cache_bytes)
         self.metrics = metrics or Metrics()
         self._interval, self._post_all = interval, post
@@ -161,6 +169,10 @@ class Engine:
     # ---- the engine's own thread
 
     def _run(self) -> None:
+        with running(self.model, self.precision):  # all along: weights are rounded once, not at every step
+            self._work()
+
+    def _work(self) -> None:
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
@@ -335,7 +347,8 @@ class Engine:
         self._decoder = self._empty_decoder()
         self._deliver()
 
-    def _empty_decoder(self) -> Decoder:
-        decoder = Decoder(self.model, self.model.initial_state(1))
-        decoder.keep([])
-        return decoder
+    def _empty_decoder(self) -> "Decoder | GraphDecoder":
+        with running(self.model, self.precision):  # also where the engine is made, in another thread
+            empty = decoder(self.model, self.model.initial_state(1))
+        empty.keep([])
+        return empty

@@ -32,14 +32,16 @@ def serve(
     rows: int = 64,
     piece: int = 256,
     cache_bytes: int = 256 << 20,
+    precision: str = "auto",
     threads: int | None = None,
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; what is running then has `drain_seconds` to end.
 
-    threads   of the model on a CPU; None: all cores but one, which is left to the connections
-    ready     called with the address when requests can come
+    precision  auto, fp32 or bf16, as `Engine` has it
+    threads    of the model on a CPU; None: all cores but one, which is left to the connections
+    ready      called with the address when requests can come
     """
     limits = limits or Limits()
     if loaded.model.embedding.weight.device.type == "cpu":
@@ -51,6 +53,7 @@ def serve(
         queue=limits.queue,
         piece=piece,
         cache_bytes=cache_bytes,
+        precision=precision,
         post=post_to_loops,
     )
     own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None

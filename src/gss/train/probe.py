@@ -49,6 +49,7 @@ def sample(model: LanguageModel, training: Dataset, config: TrainConfig) -> str:
             max_tokens=report.sample_tokens,
             sampling=_SAMPLING,
             seed=config.seed,
+            precision="fp32",
         )
     finally:
         model.train(learning)

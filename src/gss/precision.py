@@ -1,0 +1,45 @@
+"""The precision in which a model reads and writes text: float32, or bfloat16 by autocast.
+
+bfloat16 is for products; parameters, states and the state spaces' arithmetic stay float32, as in training.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from gss.model import LanguageModel
+
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def check(precision: str) -> None:
+    """Refuse what is not the name of a precision."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be auto, fp32 or bf16, not {precision!r}")
+
+
+def resolved(precision: str, model: LanguageModel) -> str:
+    """fp32 or bf16: auto is bf16 for a float32 model on a GPU that has it, and leaves any other as it is (fp32)."""
+    check(precision)
+    if precision != "auto":
+        return precision
+    weight = model.embedding.weight
+    if weight.device.type != "cuda" or weight.dtype != torch.float32:
+        return "fp32"
+    with torch.cuda.device(weight.device):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+@contextmanager
+def running(model: LanguageModel, precision: str) -> Iterator[None]:
+    """Around whatever runs a model in a precision (of `resolved`), in the thread that runs it.
+
+    Autocast and the current GPU, where kernels are launched, are a thread's own. Do not yield inside: the caller's
+    code would run in that precision too.
+    """
+    device = model.embedding.weight.device
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    reduced = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    with on_device, reduced:
+        yield
