@@ -129,21 +129,9 @@ class Server:
     """`gss serve` as a process of its own."""
 
     def __init__(self, run: Path, *options: str) -> None:
+        settings = ["--port", "0", "--device", "cpu", "--threads", "1", *options]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "gss",
-                "serve",
-                str(run),
-                "--port",
-                "0",
-                "--device",
-                "cpu",
-                "--threads",
-                "1",
-                *options,
-            ],
+            [sys.executable, "-m", "gss", "serve", str(run), *settings],
             env={**{k: v for k, v in os.environ.items() if k != "GSS_API_KEY"}, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
