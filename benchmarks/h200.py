@@ -9,7 +9,6 @@ is a row that says why. `--trial` takes tiny presets and short lengths, to see o
 """
 
 import argparse
-import faulthandler
 import json
 import sys
 import time
@@ -234,7 +233,6 @@ def main() -> None:
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"there is no section {unknown[0]!r}; choose from: {', '.join(SECTIONS)}")
-    faulthandler.dump_traceback_later(40, repeat=True)  # where it is, should a section take long
     device = pick_device("auto")
     run = Run(device, measure_ceilings(device), arguments.repeats, arguments.trial)
     release(device)
