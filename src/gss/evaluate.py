@@ -119,7 +119,7 @@ def evaluate(
             for batch in _batches(windows(counts, length), piece, batch_tokens):
                 with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
                     for first, losses, mask in _scores(model, dataset, batch, piece, device):
-                        tally.add(batch, first, losses, mask)
+                        tally.add(batch[: len(mask)], first, losses, mask)
                 done += sum(window.stop - window.start for window in batch)
                 report(done, total)
             rows.append(tally.result(length, counts, dataset))
@@ -173,18 +173,20 @@ def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[
 def _scores(
     model: LanguageModel, dataset: Dataset, batch: list[Window], piece: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each piece: its first position in the windows, the losses [B, L] of its targets and which of them count."""
-    longest = max(window.stop - window.start for window in batch)
+    """For each piece: its first position in the windows, the losses [B, L] of its targets and which of them count.
+    Windows come longest first, and those that have ended are no rows any more."""
+    longest = batch[0].stop - batch[0].start
     state = None
     for first in range(0, longest, piece):
         length = min(piece, longest - first)
-        stream = np.full((len(batch), length + 1), dataset.eos_id, dtype=np.int64)
-        mask = np.zeros((len(batch), length), dtype=bool)
-        for row, window in enumerate(batch):
+        live = [window for window in batch if window.stop - window.start > first]
+        if state is not None and len(live) < state.batch:
+            state = state.select(range(len(live)))
+        stream = np.full((len(live), length + 1), dataset.eos_id, dtype=np.int64)
+        mask = np.zeros((len(live), length), dtype=bool)
+        for row, window in enumerate(live):
             begin = window.start + first
             count = min(length, window.stop - begin)
-            if count < 1:  # this row's window has ended
-                continue
             document = int(dataset.starts[window.document])
             before = 1 if begin else 0  # the document's first target follows the end-of-document id
             wanted = dataset.tokens[document + begin - before : document + begin + count]
