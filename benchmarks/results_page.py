@@ -24,7 +24,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pages = arguments.page or [ROOT / "docs" / "results.md", ROOT / "README.md"]
     missing = write_page(arguments.results, pages, arguments.images, arguments.scale)
-    print(f"wrote {', '.join(map(str, pages))}")
+    print(f"filled {', '.join(map(str, pages))}")
     for line in missing:
         print(f"missing: {line}")
 

@@ -69,7 +69,7 @@ def test_figures_and_files(tmp_path: Path) -> None:
     target = TARGETS["lengths"]
     corpora = [BOOKS, replace(BOOKS, name="math")]
     found = [(run, made_up(run)) for run in planned(target, SCALES["small"], corpora)]
-    assert list(draw(target, found)) == ["books.png", "math.png"]
+    assert list(draw(found)) == ["books.png", "math.png"]
     write_report(target, found, tmp_path / "lengths", lambda text: None)
     assert {path.name for path in (tmp_path / "lengths").iterdir()} == {
         "table.md", "results.json", "books.png", "math.png",

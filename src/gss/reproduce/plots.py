@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from gss.evaluate import PAPER_LENGTHS
 from gss.report.theme import log_axis, png, require_matplotlib, run_colour, style
-from gss.reproduce.settings import Target
 from gss.reproduce.tables import Found, by_corpus, groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _FIRST_POSITION = 8  # before it everything is guesswork and would flatten the rest
+_BROKEN = 1.25  # times the highest perplexity up to the training length
 _STYLES = ("-", "--", ":")  # after eight colours
 
 
-def draw(target: Target, found: Found) -> dict[str, bytes]:
+def draw(found: Found) -> dict[str, bytes]:
     """File name → PNG."""
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def draw(target: Target, found: Found) -> dict[str, bytes]:
                 _by_position(right, kept, look)
             _finish(left, right, kept[0]["config"]["length"], corpus)
             handles, labels = left.get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+            figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)), handlelength=3.5)
             images[f"{corpus}.png"] = png(figure)
     return images
 
@@ -69,4 +69,18 @@ def _finish(left: "Axes", right: "Axes", trained: int, corpus: str) -> None:
         axes.set_xlabel(x)
         axes.set_ylabel(y)
     left.set_xticks(PAPER_LENGTHS, ["512", "4k", "16k", "65k"])
-    left.set_title("dotted: the training length", fontsize=8.5, loc="right", color="0.4")
+    broken = _cut_off_what_breaks(left, trained)
+    left.set_title(f"{broken}dotted: the training length", fontsize=8.5, loc="right", color="0.4")
+
+
+def _cut_off_what_breaks(axes: "Axes", trained: int) -> str:
+    """A model that breaks on long inputs would flatten all others: its line leaves at the top, and is named."""
+    drawn: list[Any] = [line for line in axes.lines if line.get_marker() == "o"]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in drawn}
+    usual = [y for points in lines.values() for x, y in points if x <= trained]
+    above = [label for label, points in lines.items() if usual and max(y for _, y in points) > _BROKEN * max(usual)]
+    if not above:
+        return ""
+    lowest = min(y for points in lines.values() for _, y in points)
+    axes.set_ylim(0.97 * lowest, _BROKEN * max(usual))
+    return f"off the top: {', '.join(above)}; "

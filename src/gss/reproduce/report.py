@@ -19,7 +19,7 @@ def write_report(target: Target, found: Found, folder: Path, say: Callable[[str]
     images: dict[str, bytes] = {}
     if found and figures:
         try:
-            images = draw(target, found)
+            images = draw(found)
         except MissingMatplotlibError as error:
             say(f"no figures: {error}")
     for name, content in images.items():

@@ -50,8 +50,8 @@ class Shelf:
         path = self.path(run)
         if not path.is_file():
             others = self.folder.glob(f"{run.corpus.name}.*.{run.scale.name}.*steps.seed{run.config.seed}*.json")
-            return next((kept for kept in map(_read, sorted(others)) if not _changed(kept, run)), None)
-        kept = _read(path)
+            return next((kept for kept in map(read_result, sorted(others)) if not _changed(kept, run)), None)
+        kept = read_result(path)
         changed = _changed(kept, run)
         if changed:
             what = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items())
@@ -84,7 +84,7 @@ class Shelf:
     def layout(self, run: Run, hardware: str) -> Layout | None:
         """How fast a model of the same shape was on the same hardware, on any corpus and with any seed."""
         for path in sorted(self.folder.glob(f"*.{run.scale.name}.*.json")):
-            kept = _read(path)
+            kept = read_result(path)
             if kept["hardware"] == hardware and shape(kept["config"]) == shape(to_mapping(run.config)):
                 return Layout(**kept["layout"])
         return None
@@ -107,7 +107,8 @@ def shape(config: Mapping[str, Any]) -> str:
     return json.dumps([wanted, model, config["optimizer"]["name"]], sort_keys=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
+    """What a file holds; ValueError where it is not a result."""
     return _parsed(path, path.stat().st_mtime_ns)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from gss.paper import LENGTHS, PARAMETERS, PERPLEXITY, STEPS_PER_SECOND, TPU_HOURS
 from gss.reproduce.plan import Run, by_system
 from gss.reproduce.results import WHOLE
-from gss.reproduce.settings import Target
+from gss.reproduce.settings import System, Target, paper_corpus
 
 Found = Sequence[tuple[Run, Mapping[str, Any]]]
 """Runs that are done, with their results."""
@@ -17,7 +17,19 @@ NONE = "–"
 _NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 _LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
 _LENGTH_NAMES = [*_NAMES.values(), "whole"]
-_WORDS = {"corpus", "model", "start", "what it is", "vocabulary", "lossless"}  # columns that are text
+_WORDS = {
+    "corpus",
+    "model",
+    "start",
+    "what it is",
+    "vocabulary",
+    "lossless",
+    "run",
+    "instead of",
+    "ours",
+    "hardware",
+    "commit",
+}  # columns that are text
 
 
 def table(target: Target, found: Found) -> tuple[list[str], Rows]:
@@ -67,6 +79,7 @@ def notes(target: Target, found: Found) -> list[str]:
 
 
 def by_corpus(found: Found) -> dict[str, list[tuple[Run, Mapping[str, Any]]]]:
+    """Results by the name of their corpus."""
     grouped: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
     for run, kept in found:
         grouped.setdefault(run.corpus.name, []).append((run, kept))
@@ -80,24 +93,23 @@ def groups(found: Found) -> list[tuple[Run, list[Mapping[str, Any]]]]:
 
 
 def _scores(kept: Sequence[Mapping[str, Any]], key: str = "perplexity", digits: int = 2) -> list[str]:
-    return [_mean([r["lengths"].get(length, {}).get(key) for r in kept], digits) for length in _LENGTH_KEYS]
+    return [mean([r["lengths"].get(length, {}).get(key) for r in kept], digits) for length in _LENGTH_KEYS]
 
 
-def _mean(values: Sequence[float | None], digits: int = 2) -> str:
+def mean(values: Sequence[float | None], digits: int = 2) -> str:
     """The mean over seeds, and their standard deviation where there are several."""
     known = [value for value in values if value is not None]
     if not known:
         return NONE
-    mean = f"{statistics.fmean(known):,.{digits}f}"
-    return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):.{digits}f}"
+    text = f"{statistics.fmean(known):,.{digits}f}"
+    return text if len(known) == 1 else f"{text} ± {statistics.stdev(known):.{digits}f}"
 
 
-def _paper(run: Run) -> tuple[str, list[str]]:
-    """The preset of the paper that a system is, and its perplexities on the corpus that ours stands for."""
-    name = run.system.model
-    if run.system.settings.get("batching") or not {name, f"{name}-lm1b"} & PERPLEXITY.keys():
+def _paper(system: System, corpus: str | None) -> tuple[str, list[str]]:
+    """The preset of the paper that a system is, and its perplexities on one of the paper's corpora."""
+    name = system.model
+    if system.settings.get("batching") or not {name, f"{name}-lm1b"} & PERPLEXITY.keys():
         return "", [NONE] * len(LENGTHS)
-    corpus = run.corpus.paper
     if corpus == "LM1B" or name not in PERPLEXITY:
         scores, mark = PERPLEXITY.get(f"{name}-lm1b", {}).get("LM1B", {}), "" if corpus == "LM1B" else "†"
         name = f"{name}-lm1b"
@@ -106,24 +118,34 @@ def _paper(run: Run) -> tuple[str, list[str]]:
     return name, [f"{scores[length]:.2f}{mark}" if length in scores else NONE for length in LENGTHS]
 
 
-def _millions(count: int) -> str:
+def millions(count: int) -> str:
+    """Parameters as tables write them."""
     return f"{count / 1e6:.1f}M" if count < 1e8 else f"{count / 1e6:.0f}M"
 
 
-def _beside_the_paper(found: Found, cost: str, paper_cost: Callable[[Run, str], str]) -> tuple[list[str], Rows]:
+def unmeasured(target: Target, corpus: str, system: System) -> list[str]:
+    """The row of a system that has no result yet, in a table of the paper: dashes beside the paper's figures."""
+    paper = paper_corpus(corpus)
+    name, scores = _paper(system, paper)
+    cost = _steps_per_second(paper, name) if target.layout == "table1" else _tpu_hours(paper, name)
+    ours = [NONE] * len(_LENGTH_NAMES)
+    return [corpus, system.label, NONE, PARAMETERS.get(name, NONE), NONE, cost, *ours, *scores]
+
+
+def _beside_the_paper(found: Found, cost: str, paper_cost: Callable[[str | None, str], str]) -> tuple[list[str], Rows]:
     header = ["corpus", "model", "params", "paper's", "tokens/s", cost, *_LENGTH_NAMES]
     header += [f"paper {name}" for name in _NAMES.values()]
     rows = []
     for run, kept in groups(found):
-        name, scores = _paper(run)
+        name, scores = _paper(run.system, run.corpus.paper)
         rows.append(
             [
                 run.corpus.name,
                 run.system.label + (f" ({len(kept)} seeds)" if len(kept) > 1 else ""),
-                _millions(kept[0]["parameters"]),
+                millions(kept[0]["parameters"]),
                 PARAMETERS.get(name, NONE),
-                _mean([statistics.median(r["tokens_per_second"] for r in kept)], 0),
-                paper_cost(run, name),
+                mean([statistics.median(r["tokens_per_second"] for r in kept)], 0),
+                paper_cost(run.corpus.paper, name),
                 *_scores(kept),
                 *scores,
             ]
@@ -132,15 +154,19 @@ def _beside_the_paper(found: Found, cost: str, paper_cost: Callable[[Run, str], 
 
 
 def _table1(found: Found) -> tuple[list[str], Rows]:
-    return _beside_the_paper(
-        found, "paper steps/s", lambda run, name: str(STEPS_PER_SECOND[name]) if name in STEPS_PER_SECOND else NONE
-    )
+    return _beside_the_paper(found, "paper steps/s", _steps_per_second)
 
 
 def _table2(found: Found) -> tuple[list[str], Rows]:
-    return _beside_the_paper(
-        found, "paper TPU h", lambda run, name: TPU_HOURS.get(run.corpus.paper or "", {}).get(name, NONE)
-    )
+    return _beside_the_paper(found, "paper TPU h", _tpu_hours)
+
+
+def _steps_per_second(corpus: str | None, name: str) -> str:
+    return str(STEPS_PER_SECOND[name]) if name in STEPS_PER_SECOND else NONE
+
+
+def _tpu_hours(corpus: str | None, name: str) -> str:
+    return TPU_HOURS.get(corpus or "", {}).get(name, NONE)
 
 
 def _candidates(found: Found) -> tuple[list[str], Rows]:

@@ -1,0 +1,237 @@
+"""A page of results: the parts of a hand-written Markdown file between its markers, made anew from kept results.
+
+    <!-- results: table1 -->
+    whatever was here is replaced
+    <!-- end -->
+
+Prose around the markers stays. Works with any subset of the runs; what is missing is a dash, and named.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from gss.report.files import replace
+from gss.reproduce import answers, page_plots
+from gss.reproduce.plan import Run
+from gss.reproduce.records import Collection, Record, read_results
+from gss.reproduce.settings import SCALES, SYSTEMS, TARGETS, paper_corpus
+from gss.reproduce.tables import NONE, Found, markdown, mean, millions, notes, table, unmeasured
+
+# What is to be there: on books every system of both tables, on the other corpora these.
+_CORPORA = {"PG-19": "books", "ArXiv": "math", "Github": "code"}
+_EVERYWHERE = ("transformer", "dss", "gss", "gss-hybrid")
+_MARKED = re.compile(r"(<!-- results: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_HEADLINE = ("transformer", "dss", "gss", "gss-hybrid", "rec-fixed-skip")
+
+
+def write_page(results: Path, pages: list[Path], images: Path, scale: str = "small") -> list[str]:
+    """Fill the marked parts of the pages and draw the figures; returns what is missing, a line each."""
+    if scale not in SCALES:
+        raise ValueError(f"there is no scale {scale!r}; choose from: {', '.join(SCALES)}")
+    found = read_results(results)
+    collection = Collection(found, scale)
+    figures = page_plots.draw_page(collection)
+    images.mkdir(parents=True, exist_ok=True)
+    for name, content in figures.items():
+        replace(images / name, content)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        parts = sections(found, collection, _pictures(figures, images, page))
+        filled = fill(text, parts)
+        if filled != text:
+            replace(page, filled.encode())
+    return missing(collection)
+
+
+def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """The text with what is between markers replaced; a marker that nothing belongs to is refused."""
+
+    def part(match: re.Match[str]) -> str:
+        if match[2] not in parts:
+            raise ValueError(f"there are no results named {match[2]!r}; there are: {', '.join(parts)}")
+        return f"{match[1]}\n{parts[match[2]]().strip()}\n\n{match[3]}"
+
+    if text.count("<!-- results:") != len(_MARKED.findall(text)):
+        raise ValueError("a marker <!-- results: NAME --> is misspelt or has no <!-- end -->")
+    return _MARKED.sub(part, text)
+
+
+def sections(found: Found, results: Collection, pictures: str) -> dict[str, Callable[[], str]]:
+    """Every part that a page can ask for, by name."""
+    return {
+        "missing": lambda: _missing_text(results),
+        "headline": lambda: _headline(results),
+        "table1": lambda: _papers_table("table1", results),
+        "table2": lambda: _papers_table("table2", results),
+        "dss": lambda: answers.dss(results),
+        "lengths": lambda: answers.lengths(results),
+        "hybrid": lambda: answers.hybrid(results),
+        "lanes": lambda: answers.lanes(results),
+        "block-recurrent": lambda: answers.block_recurrent(results),
+        "equal-time": lambda: answers.equal_time(results),
+        "vocabulary": lambda: _vocabulary(results),
+        "init": lambda: _by_tokens("init", results),
+        "rates": lambda: _by_tokens("rates", results),
+        "figures": lambda: pictures,
+        "runs": lambda: _runs(found),
+        "commands": lambda: _commands(found),
+    }
+
+
+def _expected(target: str, results: Collection) -> Iterator[tuple[str, str]]:
+    """(corpus, system) of a table: what is to be there, and what is there beyond it, in the table's order."""
+    there = {paper_corpus(name) or name: name for name in results.corpora()}
+    for paper in dict.fromkeys([*_CORPORA, *there]):
+        corpus = there.get(paper) or _CORPORA[paper]
+        for system in TARGETS[target].systems:
+            wanted = paper == "PG-19" or (paper in _CORPORA and system.name in _EVERYWHERE)
+            if wanted or results.of(corpus, system.name):
+                yield corpus, system.name
+
+
+def missing(results: Collection) -> list[str]:
+    """Runs that the page is to have and has not, a line a table and corpus; results that do not count any more."""
+    lines = []
+    for target in ("table1", "table2"):
+        for corpus in dict.fromkeys(corpus for corpus, _ in _expected(target, results)):
+            names = [name for where, name in _expected(target, results) if where == corpus]
+            labels = [SYSTEMS[name].label for name in names if not results.of(corpus, name)]
+            if labels:
+                lines.append(f"{target}, {corpus}: {', '.join(labels)}")
+    corpora = list(dict.fromkeys(corpus for corpus, _ in _expected("table1", results)))
+    books, by_text = corpora[0], _by_text(results)
+    starts = [s.label for s in TARGETS["init"].systems if not results.of(books, s.name)]
+    if starts:
+        lines.append(f"init, {books}: {', '.join(starts)}")
+    for corpus in corpora:
+        if len({run.corpus.name for run, _ in by_text.get(corpus, [])}) < 2:
+            lines.append(f"vocabulary, {corpus}: GSS on the same text with a second vocabulary")
+    if results.stale():
+        lines.append(f"made with other settings than today's, so left out: {', '.join(results.stale())}")
+    return lines
+
+
+def _missing_text(results: Collection) -> str:
+    lines = missing(results)
+    if not lines:
+        return "Every run that this page is to have is there."
+    return "\n".join(["Not run yet, a dash below:", "", *(f"- {line}" for line in lines)])
+
+
+def _papers_table(name: str, results: Collection) -> str:
+    """A table of the paper with ours beside, at the tokens that most runs have; dashes where there are none."""
+    target = TARGETS[name]
+    rows, counted = [], []
+    header: list[str] = []
+    for corpus, system in _expected(name, results):
+        part = results.of(corpus, system)
+        header, made = table(target, part)
+        rows += made or [unmeasured(target, corpus, SYSTEMS[system])]
+        counted += part
+    return "\n\n".join([markdown(header, rows), "\n".join(f"- {note}" for note in notes(target, counted))])
+
+
+def _headline(results: Collection) -> str:
+    """The shortest table: the paper's lengths on the first corpus."""
+    corpus = next(corpus for corpus, _ in _expected("table1", results))
+    header = ["model", "params", "tokens/s", "512", "4k", "16k", "65k"]
+    rows = []
+    for name in _HEADLINE:
+        part = results.of(corpus, name)
+        if part:
+            scores = [[kept["lengths"].get(at, {}).get("perplexity") for _, kept in part] for at in answers.AT]
+            speeds = mean([kept["tokens_per_second"] for _, kept in part[:1]], 0)
+            rows.append([SYSTEMS[name].label, millions(part[0][1]["parameters"]), speeds, *map(mean, scores)])
+    return markdown(header, rows) if rows else "Not run yet."
+
+
+def _by_tokens(name: str, results: Collection) -> str:
+    """A table of candidates for every number of training tokens, on the corpora that have any."""
+    target, parts = TARGETS[name], []
+    for tokens in sorted({run.tokens for run, _ in results.found}):
+        part: list[tuple[Run, Record]] = []
+        for corpus in results.corpora():
+            there = [entry for system in target.systems for entry in results.of(corpus, system.name, tokens)]
+            names = {(run.system.model, run.system.name) for run, _ in there}
+            models = Counter(model for model, _ in names)
+            # A model's default alone, which every table has, is no comparison.
+            part += [(run, kept) for run, kept in there if models[run.system.model] > 1]
+        if part:
+            parts += [f"{tokens:,} tokens:", markdown(*table(target, part))]
+            parts += ["\n".join(f"- {note}" for note in notes(target, part))]
+    return "\n\n".join(parts) or "Not run yet."
+
+
+def _by_text(results: Collection) -> dict[str, list[tuple[Run, Record]]]:
+    """GSS on every preparation of the same held-out text, by the corpus that the tables have."""
+    corpora = {run.corpus.name: run.corpus.held_out_text for run, _ in results.found}
+    return {
+        main: [entry for name in sorted(corpora) if corpora[name] == corpora[main] for entry in results.of(name, "gss")]
+        for main in results.corpora()
+        if results.of(main, "gss")
+    }
+
+
+def _vocabulary(results: Collection) -> str:
+    """Bits a byte where a text was prepared with several vocabularies."""
+    part = [entry for rows in _by_text(results).values() for entry in rows if len({r.corpus.name for r, _ in rows}) > 1]
+    if not part:
+        return "Not run yet."
+    return "\n\n".join([markdown(*table(TARGETS["vocabulary"], part)), f"- {notes(TARGETS['vocabulary'], part)[0]}"])
+
+
+def _runs(found: Found) -> str:
+    """Every kept run, whatever its scale and settings."""
+    header = [
+        "run",
+        "params",
+        "tokens",
+        "epochs",
+        "seed",
+        "tokens/s",
+        "steps, min",
+        "wall, min",
+        "GB",
+        "compiled",
+        "4k",
+    ]
+    header += ["hardware", "torch", "commit", "date"]
+    rows = []
+    for run, kept in found:
+        wall, memory = kept["wall_seconds"], kept["peak_memory_bytes"]
+        parts = "over " if wall["from_step"] else ""  # what the parts before the last took is not known
+        rows.append(
+            [
+                f"`{run.name}`",
+                millions(kept["parameters"]),
+                f"{run.tokens:,}",
+                f"{kept['epochs']:.2f}",
+                str(run.config.seed),
+                f"{kept['tokens_per_second']:,.0f}",
+                f"{kept['seconds'] / 60:.1f}",
+                f"{parts}{(wall['training'] + wall['scoring']) / 60:.1f}",
+                NONE if memory is None else f"{memory / 1e9:.1f}",
+                "yes" if kept["layout"]["compile"] else "no",
+                mean([kept["lengths"].get("4096", {}).get("perplexity")]),
+                kept["hardware"],
+                kept["versions"].get("torch", NONE),
+                kept["commit"] or NONE,
+                kept["date"][:10],
+            ]
+        )
+    return markdown(header, rows) if rows else "Not run yet."
+
+
+def _commands(found: Found) -> str:
+    """The commands that made the results, each once."""
+    commands = sorted({kept["command"] for _, kept in found if kept["command"]})
+    return "\n".join(["```", *commands, "```"]) if commands else "None yet."
+
+
+def _pictures(figures: Mapping[str, bytes], images: Path, page: Path) -> str:
+    folder = Path(os.path.relpath(images, page.parent)).as_posix()
+    lines = [f"![{page_plots.caption(name)}]({folder}/{name})" for name in figures]
+    return "\n\n".join(lines) or "None yet."
