@@ -2,17 +2,18 @@
 
     python benchmarks/same_loss_on_gpu.py DATA --out results.json [--preset gss-small] [--steps 2000] [--rows 4]
 
-DATA is a corpus that `gss prepare` made. Three runs: with the kernels; without; and without from other first weights,
-so that there is a measure of how far two good runs are apart. Kernels and plain paths round differently, and training
-lets such differences grow, so the losses of single steps cannot be equal: what must hold is that their averages over
-windows of steps differ no more than those of the two plain runs do.
+DATA is a corpus that `gss prepare` made. Three runs side by side: with the kernels; without; and without from other
+first weights, so that there is a measure of how far two good runs are apart. Kernels and plain paths round differently,
+and training lets such differences grow, so the losses of single steps cannot be equal: what must hold is that their
+averages over windows of steps differ no more than those of the two plain runs do.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import sys
-import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,9 @@ from gss.train.step import Stepper
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's loss after every step, in nats a token, and how fast it went."""
+    """A run's loss after every step, in nats a token."""
 
     losses: list[float]
-    tokens_per_second: float
 
     def windows(self, size: int) -> list[float]:
         """Means over consecutive windows."""
@@ -58,11 +58,7 @@ def train(config: TrainConfig, data: Path, device: torch.device, use_fast: bool,
         with Prefetch(batches, 0, config.steps, device=device) as stream:
             for step, batch in enumerate(stream):
                 losses.append(stepper.step(batch, step).loss)
-                if step == 10:
-                    losses[-1].item()  # waits: what came before is warming up
-                    started = time.perf_counter()
-        found = torch.stack(losses).tolist()
-    return Curve(found, (config.steps - 11) * config.batch_tokens / (time.perf_counter() - started))
+        return Curve(torch.stack(losses).tolist())
 
 
 def distance(one: Curve, other: Curve, window: int) -> float:
@@ -98,29 +94,22 @@ def main() -> None:
     vocabulary = open_dataset(arguments.data, verify=False).vocab_size
     config = resolve(arguments.preset, None, settings, vocabulary)
     window = max(1, arguments.steps // 20)
-    curves: dict[str, Curve] = {}
     plan = {"fast": (True, 0), "plain": (False, 0), "plain, other first weights": (False, 1)}
-    for name, (use_fast, seed) in plan.items():
-        curves[name] = train(config, arguments.data, device, use_fast, seed)
-        speed = f"{curves[name].tokens_per_second:,.0f} tokens/s"
-        print(f"{name}: final loss {curves[name].final:.4f}, {speed}", flush=True)
-        rows = [Row(f"final loss, {done}", curve.final, "nats") for done, curve in curves.items()]
-        if len(curves) == len(plan):
-            noise = distance(curves["plain"], curves["plain, other first weights"], window)
-            apart = distance(curves["fast"], curves["plain"], window)
-            note = f"RMS over means of {window} steps; the goal is how far two plain runs are apart"
-            rows.append(Row("fast and plain are apart by", apart, "nats", noise, "plain", note=note))
-        found = document(rows, device, command=" ".join(["python", *sys.argv]), commit=arguments.commit)
-        found["settings"] = {"preset": arguments.preset, "set": settings}
-        found["curves"] = {
-            done: {
-                "tokens_per_second": curve.tokens_per_second,
-                f"mean loss of every {window} steps": [round(value, 5) for value in curve.windows(window)],
-            }
-            for done, curve in curves.items()
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with ProcessPoolExecutor(len(plan), multiprocessing.get_context("spawn")) as pool:
+        runs = {name: pool.submit(train, config, arguments.data, device, *how) for name, how in plan.items()}
+        curves = {name: run.result() for name, run in runs.items()}
+    rows = [Row(f"final loss, {name}", curve.final, "nats") for name, curve in curves.items()]
+    noise = distance(curves["plain"], curves["plain, other first weights"], window)
+    apart = distance(curves["fast"], curves["plain"], window)
+    note = f"RMS over means of {window} steps; the goal is how far two plain runs are apart"
+    rows.append(Row("fast and plain are apart by", apart, "nats", noise, "plain", note=note))
+    found = document(rows, device, command=" ".join(["python", *sys.argv]), commit=arguments.commit)
+    found["settings"] = {"preset": arguments.preset, "set": settings}
+    found[f"mean loss of every {window} steps"] = {
+        name: [round(value, 5) for value in curve.windows(window)] for name, curve in curves.items()
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\n{table(rows)}")
 
 
