@@ -132,7 +132,7 @@ def main() -> None:
         largest = ", ".join(f"{k} {v:.0%}" for k, v in sorted(shares.items(), key=lambda item: -item[1])[:8])
         rows.append(Row(f"matrix products in a step of {name}, fp32", products, "of the time", note=largest))
     header = {f"{name} matmul 1024³, one thread, TFLOP/s": rate / 1e12 for name, rate in rates.items()}
-    found = document(rows, device, header, " ".join(["python", *sys.argv]))
+    found = document(rows, device, header)
     arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(table(rows))
 

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import platform
 import statistics
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from gss.accounting import account
+from gss.bench.results import command_line
 from gss.data import Batches, Lanes, Segments, as_tensors, dataset_from_arrays
 from gss.model import build_model
 from gss.presets import preset
@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     peak_rate = matmul_rate(torch.device("cuda"), torch.bfloat16)
     results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "commit": arguments.commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name(),

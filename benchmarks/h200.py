@@ -10,7 +10,6 @@ is a row that says why. `--trial` takes tiny presets and short lengths, to see o
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -237,7 +236,6 @@ def main() -> None:
     run = Run(device, measure_ceilings(device), arguments.repeats, arguments.trial)
     release(device)
     print(json.dumps(run.ceilings.as_dict(), ensure_ascii=False), flush=True)
-    command = " ".join(["python", *sys.argv])
     for name in arguments.sections or SECTIONS:
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)
@@ -247,7 +245,7 @@ def main() -> None:
             run.keep([missing(f"section {name}", "", reason(error))], goals=True)
         release(device)
         print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
-        found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), command, arguments.commit)
+        found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), arguments.commit)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\n{table(run.goals)}")

@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +102,7 @@ def main() -> None:
     apart = distance(curves["fast"], curves["plain"], window)
     note = f"RMS over means of {window} steps; the goal is how far two plain runs are apart"
     rows.append(Row("fast and plain are apart by", apart, "nats", noise, "plain", note=note))
-    found = document(rows, device, command=" ".join(["python", *sys.argv]), commit=arguments.commit)
+    found = document(rows, device, commit=arguments.commit)
     found["settings"] = {"preset": arguments.preset, "set": settings}
     found[f"mean loss of every {window} steps"] = {
         name: [round(value, 5) for value in curve.windows(window)] for name, curve in curves.items()

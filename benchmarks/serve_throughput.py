@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import gss
+from gss.bench.results import command_line
 from gss.config import to_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, stream_many
@@ -145,7 +146,7 @@ def header(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "command": " ".join(["python", *(a for a in sys.argv if a not in ("--out", str(arguments.out)))]),
+        "command": command_line(),
         "commit": commit.stdout.strip(),
         "hardware": f"{len(os.sched_getaffinity(0))} cores of {names[0].partition(': ')[2] if names else 'a CPU'}",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from gss.bench.results import command_line
+
 
 def command(arguments: argparse.Namespace, run: Path, settings: list[str]) -> list[str]:
     sets = [item for setting in [*settings, *arguments.set] for item in ("--set", setting)]
@@ -112,7 +114,7 @@ def main() -> None:
         *arguments.set,
     ]
     results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "commit": arguments.commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name(),

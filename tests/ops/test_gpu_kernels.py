@@ -256,7 +256,7 @@ def test_norms(shape: tuple[int, ...], kind: str) -> None:
     if bias is not None:
         torch.nn.init.normal_(bias)
     x = torch.randn(shape) * 3 + 1
-    norm, exact = norm.to(DEVICE), copy.deepcopy(norm).double()
+    exact, norm = copy.deepcopy(norm).double(), norm.to(DEVICE)
     found = stream.normed(
         x.to(DEVICE), norm.weight, getattr(norm, "bias", None), norm.eps, kind == "layernorm", torch.float16
     )

@@ -17,8 +17,6 @@ import gss
 from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling, stream
-from gss.serve.app import create_app
-from gss.serve.completions import post_to_loops
 from gss.serve.engine import Engine
 from gss.serve.job import Job, Piece
 from gss.serve.limits import Limits
@@ -121,6 +119,10 @@ def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: An
     limits = limits or Limits()
     names = ("rows", "piece", "cache_bytes")
     of_engine = {name: options.pop(name) for name in names if name in options}
+    # Not above: engines alone are tested on machines without a web server.
+    from gss.serve.app import create_app
+    from gss.serve.completions import post_to_loops
+
     with engine_of(model, queue=limits.queue, post=post_to_loops, **of_engine) as engine:
         yield create_app(engine, name="tiny", limits=limits, **options)
 

@@ -6,6 +6,7 @@ Imports torch only where it is asked for: the data pipeline's memory is measured
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,12 +72,11 @@ def document(
     rows: Iterable[Row],
     device: "torch.device",
     ceilings: Mapping[str, float] | None = None,
-    command: str | None = None,
     commit: str | None = None,
 ) -> dict[str, Any]:
     """The rows under their header: command, commit, hardware, versions, date and ceilings."""
     return {
-        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "commit": commit or source_commit(),
         "hardware": hardware(device),
         "versions": versions(),
@@ -84,6 +84,14 @@ def document(
         "ceilings": dict(ceilings or {}),
         "rows": [row.as_dict() for row in rows],
     }
+
+
+def command_line() -> str:
+    """How this program was started; of absolute paths only the name, since where things lie is a machine's own."""
+    program = Path(sys.argv[0])
+    script = program.suffix == ".py" and program.name != "__main__.py"
+    start = ["python", f"benchmarks/{program.name}"] if script else ["gss"]
+    return shlex.join([*start, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 def hardware(device: "torch.device") -> str:

@@ -83,11 +83,9 @@ def reproduce_command(
     Run again with the same --out it goes on: finished runs are known by their files in OUT/results, an interrupted one
     goes on from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
-    import shlex
-    import sys
-
     from rich.console import Console
 
+    from gss.bench.results import command_line
     from gss.cli.progress import share_bar
     from gss.config import parse_assignments
     from gss.reproduce import SCALES, TARGETS, planned, reproduce
@@ -118,7 +116,7 @@ def reproduce_command(
         device=device,
         quiet=quiet,
         commit=commit,
-        command=shlex.join(["gss", *sys.argv[1:]]),
+        command=command_line(),
         say=lambda text: console.print(text, markup=False),
         bar=share_bar,
     )
