@@ -86,11 +86,16 @@ def choose(
 
 @torch.no_grad()
 def read(
-    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int = 4096
+    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int | None = None
 ) -> tuple[Tensor, ModelState]:
-    """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there."""
+    """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
+
+    A piece is 4,096 tokens of each row; on a GPU 65,536 of all rows together, since short ones would wait for the host.
+    """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
+    if piece is None:
+        piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
     hidden = None
     for part in tokens.split(piece, dim=1):
         hidden, state = model.hidden(part, state)

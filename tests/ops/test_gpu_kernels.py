@@ -20,7 +20,7 @@ from tests.comparing import relative_error
 
 pytest.importorskip("triton")
 from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, powers, scan, stream, taps, transpose
+from gss.ops.gpu import cross_entropy, fft, gate, own_powers, powers, scan, stream, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -136,6 +136,19 @@ def test_sums_of_powers(count: int, modes: int, length: int) -> None:
     compare([powers.evaluate_half(weights.conj().conj(), table, length)], [taps_expected], HALF)
     compare([torch.view_as_real(powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
     compare([torch.view_as_real(powers.project_half(values, table))], [torch.view_as_real(modes_expected)], HALF)
+
+
+@pytest.mark.parametrize(("groups", "rows", "modes", "length"), [(3, 1, 33, 100), (2, 2, 20, 4097), (5, 3, 70, 1)])
+def test_sums_of_own_powers(groups: int, rows: int, modes: int, length: int) -> None:
+    decay, angle = torch.rand(2, groups, modes).double()
+    log_a = torch.complex(-decay * 0.01, angle * 6).to(DEVICE)
+    weights, values = draw(groups, rows, modes, kind=torch.complex64), draw(groups, rows, length)
+    with fast.disabled():
+        taps_expected = evaluate(weights.to(torch.complex128), log_a, length)
+        modes_expected = project(values.double(), log_a)
+    compare([own_powers.evaluate(weights, log_a, length)], [taps_expected], 1e-6)
+    compare([own_powers.evaluate(weights.conj(), log_a.conj().resolve_conj(), length)], [taps_expected], 1e-6)
+    compare([torch.view_as_real(own_powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
 
 
 def test_powers_keep_their_phase_far_out() -> None:

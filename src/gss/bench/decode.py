@@ -22,9 +22,6 @@ from gss.model import LanguageModel, build_model
 from gss.nn.state import ModelState
 from gss.presets import preset
 
-_PIECE = 65_536
-"""Tokens read at a time on a GPU, where a state comes from a long context."""
-
 
 @torch.no_grad()
 def bench_decode(
@@ -102,7 +99,7 @@ def _state(model: LanguageModel, batch: int, context: int) -> ModelState:
     device = model.embedding.weight.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     with autocast(device):
-        return read(model, tokens, piece=_PIECE if device.type == "cuda" else 4096)[1]
+        return read(model, tokens)[1]
 
 
 class Round(NamedTuple):

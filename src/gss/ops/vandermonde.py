@@ -16,6 +16,7 @@ Shapes: G groups of modes, R rows a group: w [G, R, N] complex, v [G, R, L] real
 
 import math
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -80,10 +81,13 @@ def _groups(groups: int, modes: int, tile: int, rows: int) -> Iterator[slice]:
 
 def _evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
     groups, rows, modes = weights.shape
-    if table is not None or _on_gpu(weights.real, groups, rows):
-        from gss.ops.gpu import powers as gpu
+    if table is not None:
+        from gss.ops.gpu.powers import evaluate_half
 
-        return gpu.evaluate(weights, log_a, length) if table is None else gpu.evaluate_half(weights, table, length)
+        return evaluate_half(weights, table, length)
+    kernels = _kernels(weights.real, groups, rows)
+    if kernels is not None:
+        return kernels.evaluate(weights, log_a, length)
     dtype = weights.real.dtype
     tile = _tile(rows, length)
     tiles = -(-length // tile)
@@ -102,10 +106,13 @@ def _evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None 
 def _project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
     groups, rows, length = values.shape
     modes = log_a.shape[-1]
-    if table is not None or _on_gpu(values, groups, rows):
-        from gss.ops.gpu import powers as gpu
+    if table is not None:
+        from gss.ops.gpu.powers import project_half
 
-        return gpu.project(values, log_a) if table is None else gpu.project_half(values, table)
+        return project_half(values, table)
+    kernels = _kernels(values, groups, rows)
+    if kernels is not None:
+        return kernels.project(values, log_a)
     tile = _tile(rows, length)
     tiles = -(-length // tile)
     if tiles * tile != length:
@@ -123,9 +130,17 @@ def _project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tens
     return out
 
 
-def _on_gpu(like: Tensor, groups: int, rows: int) -> bool:
-    """Whether the kernels that make powers on the fly take it: they want many rows that share their modes."""
-    return like.dtype == torch.float32 and groups == 1 and rows >= 32 and fast.usable(like.device)
+def _kernels(like: Tensor, groups: int, rows: int) -> ModuleType | None:
+    """The GPU kernels that make powers on the fly: for modes of a channel's own, or for those that many rows share."""
+    if like.dtype != torch.float32 or not fast.usable(like.device):
+        return None
+    if groups > 1:
+        from gss.ops.gpu import own_powers
+
+        return own_powers
+    from gss.ops.gpu import powers
+
+    return powers if rows >= 32 else None
 
 
 def _complex(planes: Tensor) -> Tensor:

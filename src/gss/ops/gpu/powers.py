@@ -100,7 +100,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 @triton.jit
-def _powers(log_re, log_im, exponent):
+def powers_of(log_re, log_im, exponent):
     """a^k in float32 for log a and k in float64, of shapes that broadcast: real and imaginary part."""
     turns = log_im * exponent * 0.15915494309189535
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
@@ -125,7 +125,7 @@ def _evaluate_kernel(
         exists = n < MODES
         log_re = tl.load(log_a + (group * MODES + n) * 2, mask=exists, other=0.0)
         log_im = tl.load(log_a + (group * MODES + n) * 2 + 1, mask=exists, other=0.0)
-        re, im = _powers(log_re[:, None], log_im[:, None], exponent[None, :])
+        re, im = powers_of(log_re[:, None], log_im[:, None], exponent[None, :])
         at = weights + ((group * rows + r)[:, None] * MODES + n[None, :]) * 2
         mask = (r < rows)[:, None] & exists[None, :]
         total = tl.dot(tl.load(at, mask=mask, other=0.0), re, total, input_precision="tf32x3")
@@ -150,7 +150,7 @@ def _project_kernel(
     sum_im = tl.zeros((BR, BN), tl.float32)
     for step in range(STEPS):
         k = (split * STEPS + step) * BK + tl.arange(0, BK)
-        re, im = _powers(log_re[None, :], log_im[None, :], k.to(tl.float64)[:, None])
+        re, im = powers_of(log_re[None, :], log_im[None, :], k.to(tl.float64)[:, None])
         mask = (r < rows)[:, None] & (k < length)[None, :]
         v = tl.load(values + (group * rows + r)[:, None] * length + k[None, :], mask=mask, other=0.0)
         sum_re = tl.dot(v, re, sum_re, input_precision="tf32x3")
@@ -169,7 +169,7 @@ def _table_kernel(log_a, out, length, MODES: tl.constexpr, BN: tl.constexpr, BL:
     exists = n < MODES
     log_re = tl.load(log_a + (group * MODES + n) * 2, mask=exists, other=0.0)
     log_im = tl.load(log_a + (group * MODES + n) * 2 + 1, mask=exists, other=0.0)
-    re, im = _powers(log_re[:, None], log_im[:, None], k.to(tl.float64)[None, :])
+    re, im = powers_of(log_re[:, None], log_im[:, None], k.to(tl.float64)[None, :])
     at = out + (group * 2 * MODES + n)[:, None] * length + k[None, :]
     mask = exists[:, None] & (k < length)[None, :]
     tl.store(at, re.to(tl.float16), mask=mask)
