@@ -30,7 +30,7 @@ def serve(
     api_key: str | None = None,
     limits: Limits | None = None,
     rows: int = 64,
-    piece: int = 256,
+    piece: int | None = None,
     cache_bytes: int = 256 << 20,
     precision: str = "auto",
     threads: int | None = None,
