@@ -105,11 +105,12 @@ def test_the_engine_on_the_graph_decoder_interpreted(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @ON_GPU
 @NO_TRITON
-def test_bfloat16_on_the_device() -> None:
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid"])
+def test_bfloat16_on_the_device(family: str) -> None:
     """By default, as a CUDA graph, in `generate` and in the engine's own thread."""
     from gss.graph_decode import GraphDecoder
 
-    model, prompt = lively_model(**SMALL).cuda(), [256, *b"prompt"]
+    model, prompt = lively_model(f"{family}-tiny", **SMALL).cuda(), [256, *b"prompt"]
     assert resolved("auto", model) == "bf16"
     expected_scores(model, prompt, list(stream(model, prompt, max_tokens=80, sampling=GREEDY)))
     assert not torch.is_autocast_enabled("cuda")
@@ -119,7 +120,7 @@ def test_bfloat16_on_the_device() -> None:
 
 @pytest.mark.gpu
 @ON_GPU
-@pytest.mark.parametrize("family", ["gss-hybrid", "transformer"])
+@pytest.mark.parametrize("family", ["dss", "transformer"])
 def test_bfloat16_on_the_device_without_a_graph(family: str) -> None:
     model = lively_model(f"{family}-tiny", **SMALL).cuda()
     tokens = list(stream(model, [256, *b"prompt"], max_tokens=10, sampling=GREEDY))

@@ -3,7 +3,7 @@
 Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
 caches written in place, and state spaces that touch their states once in a block of tokens. Sequences may join and
 leave between steps, at the cost of what they themselves hold. `decoder` picks the fastest that fits: on a GPU, in
-reduced precision, a model of GSS layers runs as one CUDA graph.
+reduced precision, a GSS model, pure or hybrid, runs as one CUDA graph.
 """
 
 from collections.abc import Sequence

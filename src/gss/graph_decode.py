@@ -1,19 +1,22 @@
-"""Decoding on a GPU: a step of a GSS model as one CUDA graph of a few kernels a layer, tokens chosen on the device.
+"""Decoding on a GPU: a step of a GSS model, pure or hybrid, as one CUDA graph, tokens chosen on the device.
 
 The same answers as `gss.decode.Decoder` in reduced precision, to rounding: weights are rounded to bfloat16 once, the
 state, the residual stream and every sum stay float32. `gss.decode.decoder` picks this class where it can be used.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from gss.config import ModelConfig
 from gss.model import LanguageModel
+from gss.nn.attention import TransformerBlock
 from gss.nn.gss import GSSLayer
-from gss.nn.state import ModelState
+from gss.nn.state import LayerState, ModelState
 from gss.nn.state_space import DiagonalStateSpace
+from gss.ops.gpu.decode_attention import AttentionWeights
 from gss.ops.gpu.decode_step import Buffers, Tiles, Weights, launch_fold, launch_step
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
@@ -29,15 +32,25 @@ _SPARSE = 4
 
 
 def supports(model: LanguageModel, block: int) -> bool:
-    """Whether a model is of the parts that the kernels have: GSS layers with eigenvalues that all channels share."""
+    """Whether a model is of the parts that a graph has: GSS layers with eigenvalues that all channels share, and
+    Transformer blocks on chunks between them.
+    """
     parameters = list(model.parameters())
     return (
-        all(isinstance(layer, GSSLayer) and layer.state_space.log_step is None for layer in model.layers)
+        all(_fits(layer) for layer in model.layers)
+        and any(isinstance(layer, GSSLayer) for layer in model.layers)
+        and not (model.training and model.config.dropout)
         and all(type(p.data) is Tensor and p.dtype in (torch.float32, torch.bfloat16) for p in parameters)
         and model.config.width <= _WIDEST
         and model.config.channels <= _MOST_CHANNELS
         and block <= _LONGEST_BLOCK
     )
+
+
+def _fits(layer: nn.Module) -> bool:
+    if isinstance(layer, TransformerBlock):
+        return layer.chunk is not None
+    return isinstance(layer, GSSLayer) and layer.state_space.log_step is None
 
 
 def reduced_precision(model: LanguageModel) -> bool:
@@ -49,7 +62,7 @@ def reduced_precision(model: LanguageModel) -> bool:
 
 
 class GraphDecoder:
-    """A GSS model that goes on from a state, a token of each row at a time; the interface of `gss.decode.Decoder`.
+    """A model that goes on from a state, a token of each row at a time; the interface of `gss.decode.Decoder`.
 
     >>> decoder = GraphDecoder(model, state)
     >>> logits = decoder.step(tokens)                    # [B] → [B, V], float32
@@ -116,17 +129,29 @@ class GraphDecoder:
     @torch.no_grad()
     def state(self) -> ModelState:
         """The state after what has been read."""
+        rows = len(self._joined)
+        states = {"gss": iter(self._modes()), "attention": iter(self._cached())}
+        layers = tuple(next(states[kind]) for kind in self._weights.kinds)
+        return ModelState(self._buffers.position[:rows].clone(), layers)
+
+    def _modes(self) -> Iterator[LayerState]:
+        """The states of the GSS layers."""
         rows, buffers = len(self._joined), self._buffers
         since = self._read - buffers.joined[:rows, None, None]
-        modes = []
         with torch.autocast(buffers.x.device.type, enabled=False):
             for layer, (_, log_a) in enumerate(self._spaces):
                 held = torch.complex(*buffers.state[layer, :, :rows])
                 if self._read:
                     inputs = buffers.inputs[layer, : self._read, :rows].transpose(0, 1)
                     held = final_state(inputs, log_a, None) + transition(log_a * since, held.dtype) * held
-                modes.append(torch.view_as_real(held))
-        return ModelState(buffers.position[:rows].clone(), tuple({"modes": held} for held in modes))
+                yield {"modes": torch.view_as_real(held)}
+
+    def _cached(self) -> Iterator[LayerState]:
+        """The states of the Transformer blocks."""
+        rows = len(self._joined)
+        for cache in self._buffers.caches:
+            keys, values = (held[:rows].transpose(1, 2).float() for held in (cache.keys, cache.values))
+            yield {"keys": keys, "values": values, "length": cache.length[:rows].clone()}
 
     @torch.no_grad()
     def join(self, state: ModelState) -> None:
@@ -140,11 +165,17 @@ class GraphDecoder:
         buffers.inputs[:, :, first:last] = 0
         buffers.joined[first:last] = read
         with torch.autocast(buffers.x.device.type, enabled=False):
-            for layer, ((readout, log_a), held) in enumerate(zip(self._spaces, state.layers, strict=True)):
+            modes_of = [held for held in state.layers if "modes" in held]
+            for layer, ((readout, log_a), held) in enumerate(zip(self._spaces, modes_of, strict=True)):
                 modes = held["modes"].float().contiguous()
                 buffers.state[layer, :, first:last] = modes.movedim(-1, 0)
                 echo = carried_output(torch.view_as_complex(modes), readout, log_a, self._block - read)
                 buffers.echo[layer, read:, first:last] = echo.transpose(0, 1)
+        cached = [held for held in state.layers if "keys" in held]
+        for cache, held in zip(buffers.caches, cached, strict=True):
+            cache.keys[first:last] = held["keys"].transpose(1, 2)
+            cache.values[first:last] = held["values"].transpose(1, 2)
+            cache.length[first:last] = held["length"]
         self._joined += [read] * state.batch
 
     @torch.no_grad()
@@ -205,7 +236,8 @@ class GraphDecoder:
     def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
         """The step's kernels, `steps` times over, as a graph; what the next step reads is as it was before."""
         buffers = self._buffers
-        tokens, position = buffers.tokens.clone(), buffers.position.clone()
+        counters = [buffers.tokens, buffers.position, *(cache.length for cache in buffers.caches)]
+        before = [counter.clone() for counter in counters]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -215,8 +247,8 @@ class GraphDecoder:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(steps):
                 launch_step(self._weights, buffers, self._tiles)
-        buffers.tokens.copy_(tokens)
-        buffers.position.copy_(position)
+        for counter, held in zip(counters, before, strict=True):
+            counter.copy_(held)
         self._seek()
         return graph
 
@@ -233,6 +265,8 @@ def prepare(model: LanguageModel, block: int) -> Weights:
         tables = [_tables(layer.state_space, block) for layer in layers]
     taps, into, readout, out_of = (torch.stack(table) for table in zip(*tables, strict=True))
     return Weights(
+        kinds=config.layers,
+        attention=tuple(_attention(layer, config) for layer in model.layers if isinstance(layer, TransformerBlock)),
         embedding=model.embedding.weight.detach(),
         head=model.embedding.weight.to(torch.bfloat16).detach(),
         final_norm=_norm(model.norm),
@@ -246,6 +280,27 @@ def prepare(model: LanguageModel, block: int) -> Weights:
         readout=readout,
         out_of=out_of,
         wavenumber=wavenumber,
+        activation=config.activation,
+        centred=config.norm == "layernorm",
+        epsilon=config.norm_epsilon,
+    )
+
+
+def _attention(block: TransformerBlock, config: ModelConfig) -> AttentionWeights:
+    def half(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+        weight, bias = _dense(layer)
+        return weight, bias.to(weight.dtype)
+
+    assert block.chunk is not None
+    return AttentionWeights(
+        norm=_norm(block.norm),
+        query_key_value=half(block.query_key_value),
+        output=half(block.output),
+        feedforward_norm=_norm(block.feedforward.norm),
+        inner=half(block.feedforward.inner),
+        outer=half(block.feedforward.outer),
+        heads=block.heads,
+        chunk=block.chunk,
         activation=config.activation,
         centred=config.norm == "layernorm",
         epsilon=config.norm_epsilon,

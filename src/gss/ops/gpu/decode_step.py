@@ -1,7 +1,8 @@
 """A step of a GSS model as a list of kernel launches: what `gss.graph_decode` captures in a CUDA graph.
 
 Here are the tensors that the kernels work on, the tiles that they are cut into and the launches in their order;
-the kernels are in `decode` (one sequence), `decode_batch` (several) and `decode_fold` (the end of a block).
+the kernels are in `decode` (one sequence), `decode_batch` (several) and `decode_fold` (the end of a block), and the
+hybrid's Transformer blocks in `decode_attention`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 
 from gss.ops.gpu import decode, decode_batch, decode_fold
+from gss.ops.gpu.decode_attention import AttentionWeights, Cache, read_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,10 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model as the kernels read it: weights in bfloat16, the rest float32; D layers, blocks of W tokens."""
+    """A model as the kernels read it: weights in bfloat16, the rest float32; D GSS layers, blocks of W tokens."""
 
+    kinds: tuple[str, ...]  # of all layers in their order: gss or attention
+    attention: tuple[AttentionWeights, ...]
     embedding: Tensor  # [V, E], in the model's own precision
     head: Tensor  # [V, E]
     final_norm: tuple[Tensor, Tensor]  # scale and shift, [E]
@@ -128,30 +132,48 @@ class Buffers:
         self.best_token = room(*self.best.shape, dtype=torch.int32)
         self.state = room(D, 2, batch, H, N)
         self.inputs, self.echo = room(D, W, batch, H), room(D, W, batch, H)
+        self.caches = [Cache(block, batch) for block in weights.attention]
 
     def by_row(self) -> tuple[Tensor, ...]:
         """What is of one sequence each from step to step, the sequences first."""
         held = (self.state.movedim(2, 0), self.inputs.movedim(2, 0), self.echo.movedim(2, 0))
-        return (self.tokens, self.position, self.joined, *held)
+        cached = (tensor for cache in self.caches for tensor in cache.by_row())
+        return (self.tokens, self.position, self.joined, *held, *cached)
 
 
 def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     """Read `buffers.tokens`; leave logits, the likeliest next tokens in their place, and everything moved on by one."""
-    D, V, E, _, _, _, W = weights.sizes
+    _, V, E, _, _, _, W = weights.sizes
     batch = buffers.batch
     decode.embed_rows[(batch,)](
         buffers.tokens, buffers.position, buffers.read, weights.embedding,
         buffers.position if weights.wavenumber is None else weights.wavenumber, buffers.x,
         V, E, W, SINUSOIDS=weights.wavenumber is not None, E_PAD=_pad(E), **_launch(tiles),
     )  # fmt: skip
-    layer_kernels = one_layer if batch == 1 else many_layer
-    for layer in range(D):
-        layer_kernels(weights, buffers, tiles, layer)
-    head_one(weights, buffers, tiles) if batch == 1 else head_many(weights, buffers, tiles)
+    launch_layers(weights, buffers, tiles)
     decode.choose_next[(batch,)](
         buffers.best, buffers.best_token, buffers.tokens, buffers.history, buffers.read, buffers.best.shape[1],
         TILES_PAD=_pad(buffers.best.shape[1]), **_launch(tiles),
     )  # fmt: skip
+
+
+def launch_layers(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+    """Every layer, then the norm and the head."""
+    layer, blocks = 0, iter(zip(weights.attention, buffers.caches, strict=True))
+    pending = False  # for several sequences, whether the last GSS layer's sums are still to be added to the stream
+    for kind in weights.kinds:
+        if kind == "attention":
+            if pending:
+                buffers.x += buffers.partial.sum(0) + weights.output[1][layer - 1]
+                pending = False
+            read_token(*next(blocks), buffers.x)
+        elif buffers.batch == 1:
+            one_layer(weights, buffers, tiles, layer)
+            layer += 1
+        else:
+            many_layer(weights, buffers, tiles, layer, pending)
+            layer, pending = layer + 1, True
+    head_one(weights, buffers, tiles) if buffers.batch == 1 else head_many(weights, buffers, tiles, pending)
 
 
 def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
@@ -193,12 +215,17 @@ def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     )  # fmt: skip
 
 
-def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
-    """The kernels of a layer for several sequences (`only` one of them, to time it)."""
+def many_layer(
+    weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, pending: bool = True, only: str = ""
+) -> None:
+    """The kernels of a layer for several sequences (`only` one of them, to time it).
+
+    `pending`: the layer before has left its sums to be added to the stream, as this one will.
+    """
     _, _, E, F, H, _, _ = weights.sizes
     batch = buffers.batch
     if only in ("", "norm"):
-        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer, 1.0)
+        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer, 1.0, pending)
     if only in ("", "gate"):
         tile = tiles.gate_many
         columns = _columns(tile, batch)
@@ -226,12 +253,12 @@ def many_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, onl
         )  # fmt: skip
 
 
-def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
+def head_many(weights: Weights, buffers: Buffers, tiles: Tiles, pending: bool = True) -> None:
     """Norm and head for several sequences."""
     D, V, E, *_ = weights.sizes
     tile = tiles.head_many
     columns = _columns(tile, buffers.batch)
-    _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5)
+    _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5, pending)
     decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
         buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
         buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
@@ -239,16 +266,22 @@ def head_many(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
 
 
 def _add_and_norm(
-    weights: Weights, buffers: Buffers, tiles: Tiles, norm: tuple[Tensor, Tensor], layer: int, factor: float
+    weights: Weights,
+    buffers: Buffers,
+    tiles: Tiles,
+    norm: tuple[Tensor, Tensor],
+    layer: int,
+    factor: float,
+    pending: bool,
 ) -> None:
-    """Finish the layer before and norm for the next, if there is one."""
+    """Finish the layer before, if there is one to finish, and norm for the next."""
     D, _, E, _, H, _, W = weights.sizes
     here = min(layer, D - 1)
     grid = buffers.batch + (triton.cdiv(buffers.batch * H, tiles.channels) if layer < D else 0)
     decode_batch.add_and_norm[(grid,)](
         buffers.x, buffers.partial, weights.output[1][max(layer - 1, 0)], *norm, buffers.normed,
         buffers.inputs[here], weights.taps[here], buffers.echo[here], buffers.base, buffers.read,
-        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=tiles.splits if layer else 0,
+        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=tiles.splits if pending else 0,
         E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles, early=tiles.norm_early),
     )  # fmt: skip
 
