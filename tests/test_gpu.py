@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gss
+from gss.generate import read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast
@@ -82,6 +83,27 @@ def test_kernels_are_no_worse_than_autocast_without_them(family: str, batch: int
     for name, reference in exact.items():
         with_kernels, without = (relative_error(run[name].cpu(), reference.cpu()) for run in (found, plain))
         assert with_kernels < 1.5 * without + 0.01, name
+
+
+@pytest.mark.parametrize("piece", [5001, 3000])
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
+def test_reading_is_no_worse_than_autocast_without_kernels(family: str, piece: int) -> None:
+    """The last logits and every state, against float64."""
+    model = gss.build_model(small_config(family)).cuda().eval()
+    tokens = torch.randint(0, 61, (2, 5001)).cuda()
+
+    def found(model: gss.LanguageModel) -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.embedding.weight.dtype == torch.float32):
+            logits, state = read(model, tokens, piece=piece)
+        return [logits, *(layer[name] for layer in state.layers for name in layer if name != "length")]
+
+    with_kernels = found(model)
+    with fast.disabled():
+        without, exact = found(model), found(model.double())
+    assert not torch.equal(with_kernels[0], without[0])
+    for ours, plain, reference in zip(with_kernels, without, exact, strict=True):
+        error = relative_error(ours.double().cpu(), reference.cpu())
+        assert error < 1.5 * relative_error(plain.double().cpu(), reference.cpu()) + 0.01
 
 
 def test_a_compiled_layer_gives_the_same() -> None:
