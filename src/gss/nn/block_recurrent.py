@@ -6,15 +6,62 @@ block between others of any kind ("Rec"); `FeedbackLayer` is a whole stack that 
 which reads the vectors ("Feedback"), with keys and values made once by the recurrent one.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gss.config import ModelConfig
 from gss.nn.documents import Documents
 from gss.nn.recurrent_cell import Memory, StateCell
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
-from gss.nn.window_attention import WindowBlock, attend
+from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock
 from gss.nn.windows import Windows
+
+
+def _bias(attention: WindowAttention, windows: Windows, slots: int, dtype: torch.dtype) -> Tensor:
+    return attention.bias(windows, slots).to(dtype)
+
+
+def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
+    """One block on one window, with some of its parameters given in another precision."""
+    return functional_call(block, weights, window) if weights else block(*window)
+
+
+def _update(
+    cell: StateCell,
+    vectors: Tensor,
+    memory: Memory,
+    own: KeysValues,
+    before: KeysValues | None,
+    previous: Tensor | None,
+) -> Tensor:
+    """The vectors after a window; `before` and `previous` as in `WindowAttention.in_window`."""
+    if before is None:
+        return cell.update(vectors, memory, *own)
+    keys, values = (torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(before, own, strict=True))
+    seen = None
+    if previous is not None:
+        window = before[0].shape[1]
+        seen = previous.unsqueeze(1) | (torch.arange(2 * window, device=keys.device) >= window)
+    return cell.update(vectors, memory, keys, values, seen)
+
+
+class _Work(NamedTuple):
+    """What is done in a window, as functions of modules and tensors.
+
+    Compiled, one graph of each (two, where the first window's differs) serves all windows, blocks and layers.
+    """
+
+    bias: Callable[..., Tensor] = _bias
+    read: Callable[..., Memory] = StateCell.read
+    through: Callable[..., tuple[Tensor, KeysValues]] = _through
+    update: Callable[..., Tensor] = _update
+
+
+_PLAIN = _Work()
 
 
 class RecurrentStack(SequenceLayer):
@@ -31,6 +78,12 @@ class RecurrentStack(SequenceLayer):
         self.writer = writer
         self.blocks = nn.ModuleList(WindowBlock(config, reads_state=True) for _ in range(blocks))
         self.cell = StateCell(config)
+        self._compiled: _Work | None = None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the work of a window with `torch.compile`; the loop, whose graph would grow with it, stays."""
+        compiled: Any = [torch.compile(function, *args, **kwargs) for function in _PLAIN]
+        self._compiled = _Work(*compiled)
 
     def state_slots(self) -> dict[str, Slot]:
         cache = self._blocks()[0].cache_slot()
@@ -64,26 +117,38 @@ class RecurrentStack(SequenceLayer):
         vectors = self._start(x.shape[0], state)
         tokens = windows.spread(x)
         parts = windows.parts
-        caches = [_Cache(windows, state, i) for i in range(len(self.blocks))]
+        blocks = self._blocks()
+        nothing = x.new_zeros(()).expand(x.shape[0], 2 * self.window, blocks[0].heads, blocks[0].head_width)
+        given = [(state[f"keys{i}"], state[f"values{i}"]) if state else (nothing, nothing) for i in range(len(blocks))]
+        caches = [_Cache(windows, *tensors) for tensors in given]
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else blocks[0].projection.weight.dtype
+        works = [self._work(windows, part) for part in parts]
+        # Autocast remembers a weight that it has cast; a graph would cast it in every window.
+        ahead = autocast and self._compiled in works
+        weights = [_dense_weights(block, dtype) if ahead else {} for block in blocks]
         biases = {
-            slots: [block.attention.bias(windows, slots) for block in self._blocks()]
-            for slots in {part.stop - part.start for part in parts}
+            slots: [work.bias(block.attention, windows, slots, dtype) for block in blocks]
+            for slots, work in {part.stop - part.start: work for part, work in zip(parts, works, strict=True)}.items()
         }
         outputs = []
-        for part in parts:
-            hidden = tokens if windows.single else tokens[:, part]
-            memory = self.cell.read(vectors)
-            previous = windows.has_previous(part)
-            for i, block in enumerate(self._blocks()):
-                queries, keys, values, state_queries = block.project(hidden)
-                keys, values = caches[i].extend(keys, values, part)
+        for part, work in zip(parts, works, strict=True):
+            # Of strides that do not say how long the piece was: a graph is kept for each.
+            hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
+            memory = work.read(self.cell, vectors)
+            previous, fresh = windows.has_previous(part), windows.fresh(part)
+            before = [cache.latest if previous is not False else None for cache in caches]
+            some = previous if isinstance(previous, Tensor) else None
+            for i, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
                 bias = biases[part.stop - part.start][i]
-                attended = block.attention.in_window(queries, keys, values, bias, previous)
-                assert state_queries is not None
-                hidden = block.finish(hidden, attended, attend(state_queries, memory.keys, memory.values))
+                window = (hidden, (memory.keys, memory.values), bias, before[i], some, cache.kept(part), fresh)
+                hidden, own = work.through(block, weights[i], *window)
+                cache.extend(own)
             outputs.append(hidden)
             if keep_state or part is not parts[-1]:
-                vectors = self._moved_on(vectors, memory, windows, part, caches[self.writer])
+                writer = self.writer
+                move = (memory, caches[writer].latest, before[writer], some)
+                vectors = self._moved_on(work, windows.filled(part), vectors, *move)
         y = windows.collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if len(parts) == 1 and torch.is_grad_enabled():
             y = y + self.cell.no_update()  # data-parallel training waits for a gradient of every parameter
@@ -94,6 +159,11 @@ class RecurrentStack(SequenceLayer):
             after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in cache.remaining())
         return y, {**after, "length": windows.read(x)}
 
+    def _work(self, windows: Windows, part: slice) -> _Work:
+        """How a window is worked on: a graph is worth its compilation where all rows have all of it to read."""
+        whole = windows.index is None and part.stop - part.start == self.window
+        return self._compiled if whole and self._compiled is not None else _PLAIN
+
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
         """The vectors that the first window comes in with, [B, S, E]: learned ones where nothing was read."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
@@ -101,63 +171,69 @@ class RecurrentStack(SequenceLayer):
             return learned.clone()  # a state is a value: it must not change with the parameter
         return torch.where((state["length"] == 0)[:, None, None], learned, state["vectors"])
 
-    def _moved_on(self, vectors: Tensor, memory: Memory, windows: Windows, part: slice, cache: "_Cache") -> Tensor:
+    def _moved_on(
+        self,
+        work: _Work,
+        filled: bool | Tensor,
+        vectors: Tensor,
+        memory: Memory,
+        own: KeysValues,
+        before: KeysValues | None,
+        previous: Tensor | None,
+    ) -> Tensor:
         """The vectors after a window, in the rows that have read all of it."""
-        filled, previous = windows.filled(part), windows.has_previous(part)
-        if not isinstance(filled, Tensor) and not filled:
-            return vectors
-        keys, values = cache.latest
-        seen = None
-        if isinstance(previous, Tensor):
-            own = torch.arange(2 * self.window, device=keys.device) >= self.window
-            seen = previous.unsqueeze(1) | own
-        elif not previous:
-            keys, values = keys[:, self.window :], values[:, self.window :]
         if not isinstance(filled, Tensor):
-            return self.cell.update(vectors, memory, keys, values, seen)
+            return work.update(self.cell, vectors, memory, own, before, previous) if filled else vectors
         rows = filled.nonzero().squeeze(1)
         if not len(rows):
             return vectors
-        memory = Memory(*(tensor[rows] for tensor in memory))
-        seen = None if seen is None else seen[rows]
-        return vectors.index_copy(0, rows, self.cell.update(vectors[rows], memory, keys[rows], values[rows], seen))
+        memory, own = Memory(*(tensor[rows] for tensor in memory)), (own[0][rows], own[1][rows])
+        before = before and (before[0][rows], before[1][rows])
+        previous = None if previous is None else previous[rows]
+        return vectors.index_copy(0, rows, work.update(self.cell, vectors[rows], memory, own, before, previous))
 
     def _blocks(self) -> list[WindowBlock]:
         return [block for block in self.blocks if isinstance(block, WindowBlock)]
 
 
+def _dense_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of dense layers by name, cast."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers}
+
+
 class _Cache:
     """One block's keys and values while a piece is read: the window before it, then every window of it."""
 
-    def __init__(self, windows: Windows, state: LayerState | None, block: int) -> None:
-        self.windows = windows
-        self._given = (state[f"keys{block}"], state[f"values{block}"]) if state else (None, None)
-        self._room: list[Tensor] = []
-        self._runs: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, windows: Windows, keys: Tensor, values: Tensor) -> None:
+        self._windows = windows
+        self._room = [windows.room(tensor) for tensor in (keys, values)] if windows.index is not None else None
+        self._runs: list[KeysValues] = [(keys[:, : windows.window], values[:, : windows.window])]
 
-    def extend(self, keys: Tensor, values: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Add a window's new keys and values; returns those of the window before and this one, [B, W + slots, h, d]."""
-        windows, size = self.windows, self.windows.window
-        if not self._room:
-            self._room = [windows.room(given, keys) for given in self._given]
-            self._runs = [(self._room[0][:, :size], self._room[1][:, :size])]
-        own = slice(size + part.start, size + part.stop)
-        keys, values = (
-            windows.merge(room[:, own], new, part) for room, new in zip(self._room, (keys, values), strict=True)
-        )
-        self._runs.append((keys, values))
-        return self.latest
+    def kept(self, part: slice) -> KeysValues | None:
+        """What a window's slots held before the piece; None where it fills them all."""
+        if self._room is None:
+            return None
+        size = self._windows.window
+        keys, values = (tensor[:, size + part.start : size + part.stop] for tensor in self._room)
+        return keys, values
+
+    def extend(self, own: KeysValues) -> None:
+        """Add the next window's; of those before, a row that stands late in its window needs two at the end."""
+        self._runs = [*self._runs[-2:], own]
 
     @property
-    def latest(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the last two windows."""
-        (keys_before, values_before), (keys, values) = self._runs[-2:]
-        return torch.cat([keys_before, keys], dim=1), torch.cat([values_before, values], dim=1)
+    def latest(self) -> KeysValues:
+        """The last window's."""
+        return self._runs[-1]
 
-    def remaining(self) -> tuple[Tensor, Tensor]:
+    def remaining(self) -> KeysValues:
         """What the next piece needs of them, [B, 2W, h, d] each."""
-        keys, values = (torch.cat(run, dim=1) for run in zip(*self._runs, strict=True))
-        return self.windows.remaining(keys), self.windows.remaining(values)
+        windows = self._windows
+        needed = 1 + len(windows.parts) - windows.done // windows.window
+        runs = zip(*self._runs[-needed:], strict=True)
+        keys, values = (windows.remaining(torch.cat(run, dim=1)) for run in runs)
+        return keys, values
 
 
 class RecurrentLayer(RecurrentStack):

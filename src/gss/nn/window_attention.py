@@ -22,6 +22,9 @@ from gss.nn.windows import Windows
 BUCKETS = 32
 MOST_DISTANCE = 128
 
+KeysValues = tuple[Tensor, Tensor]
+"""Of some tokens, [B, tokens, h, d] each."""
+
 
 def distance_buckets(distance: Tensor) -> Tensor:
     """T5's buckets of distances ≥ 0, one direction: half of them exact, then logarithmic, the last from 128 on."""
@@ -52,6 +55,7 @@ class WindowAttention(nn.Module):
     """
 
     bucket: Tensor
+    unseen: Tensor
 
     def __init__(self, heads: int, window: int, whole_previous: bool = False) -> None:
         super().__init__()
@@ -59,19 +63,15 @@ class WindowAttention(nn.Module):
         self.scale = nn.Parameter(torch.ones(heads))  # s
         self.table = nn.Parameter(torch.empty(BUCKETS, heads))  # b
         nn.init.xavier_uniform_(self.table)
-        self.register_buffer("bucket", distance_buckets(self._distance().clamp(min=0)), persistent=False)
-
-    def _distance(self) -> Tensor:
-        """From query to key, by key slot − query slot + W − 1: [3W − 1], 2W − 1 down to 1 − W."""
-        return torch.arange(2 * self.window - 1, -self.window, -1)
+        # From query to key, by key slot − query slot + W − 1.
+        distance = torch.arange(2 * window - 1, -window, -1)  # [3W − 1]
+        unseen = (distance < 1) | (distance > (2 * window if whole_previous else window))
+        self.register_buffer("bucket", distance_buckets(distance.clamp(min=0)), persistent=False)
+        self.register_buffer("unseen", unseen, persistent=False)
 
     def _by_distance(self) -> Tensor:
         """b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]."""
-        distance = self._distance().to(self.bucket.device)
-        seen = distance >= 1
-        if not self.whole_previous:
-            seen = seen & (distance <= self.window)
-        return (self.table[self.bucket] * self.scale.abs()).T.masked_fill(~seen, -torch.inf)
+        return (self.table[self.bucket] * self.scale.abs()).T.masked_fill(self.unseen, -torch.inf)
 
     def bias(self, windows: Windows, slots: int) -> Tensor:
         """What is added to q·k, sink included: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
@@ -91,29 +91,44 @@ class WindowAttention(nn.Module):
         """Unit queries times |s|: what `attend` multiplies with unit keys."""
         return unit(queries) * self.scale.abs().unsqueeze(-1)
 
-    def in_window(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, previous: bool | Tensor) -> Tensor:
-        """Queries [B, Q, h, d] of one window over [B, W + slots, h, d]: the window before, if any, and its own."""
-        if isinstance(previous, Tensor):
-            # A mask a row would take a bias a row; a second pass over half of the keys is less.
-            attended, alone = (self.in_window(queries, keys, values, bias, choice) for choice in (True, False))
-            return torch.where(previous[:, None, None, None], attended, alone)
-        first = 0 if previous else self.window
-        return self._with_sink(queries, keys[:, first:], values[:, first:], bias[..., first:])
+    def in_window(
+        self, queries: Tensor, own: KeysValues, before: KeysValues | None, bias: Tensor, previous: Tensor | None = None
+    ) -> Tensor:
+        """Queries [B, Q, h, d] of one window over its own tokens and the window `before`.
+
+        `before` is None where no row has one; `previous` [B] marks the rows that do, None: all.
+        """
+        if before is None:
+            keys, values = (_with_sink(tensor) for tensor in own)
+            return attend(queries, keys, values, bias[..., self.window :])
+        keys, values = (_with_sink(old.to(new.dtype), new) for old, new in zip(before, own, strict=True))
+        attended = attend(queries, keys, values, bias)
+        if previous is None:
+            return attended
+        # A mask a row would take a bias a row; a second pass over half of the keys is less.
+        alone = self.in_window(queries, own, None, bias)
+        return torch.where(previous[:, None, None, None], attended, alone)
 
     def in_windows(self, queries: Tensor, keys: Tensor, values: Tensor, windows: Windows) -> Tensor:
         """Queries [B, slots, h, d] of all windows at once (or single tokens [B, 1, h, d]) over [B, W + slots, h, d]."""
         first, *rest = windows.parts
-        first_previous = windows.has_previous(first)
+        previous = windows.has_previous(first)
         bias = self.bias(windows, first.stop)
-        window = slice(0, self.window + first.stop)
         if not rest:
-            return self.in_window(queries, keys, values, bias, first_previous)
-        start = self.in_window(queries[:, first], keys[:, window], values[:, window], bias, first_previous)
-        padding = (0, 0, 0, 0, 0, len(rest) * self.window - (windows.slots - self.window))
-        queries, keys, values = (F.pad(t, padding).unflatten(1, (-1, self.window)) for t in (queries, keys, values))
-        keys, values = (torch.cat([t[:, 1:-1], t[:, 2:]], dim=2).flatten(0, 1) for t in (keys, values))
-        attended = self._with_sink(queries[:, 1:].flatten(0, 1), keys, values, bias)
-        return torch.cat([start, attended.unflatten(0, (-1, len(rest))).flatten(1, 2)], dim=1)[:, : windows.slots]
+            own = (keys[:, self.window :], values[:, self.window :])
+            before = (keys[:, : self.window], values[:, : self.window]) if previous is not False else None
+            return self.in_window(queries, own, before, bias, previous if isinstance(previous, Tensor) else None)
+        missing = (1 + len(rest)) * self.window - windows.slots
+        if missing:
+            queries, keys, values = (F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (queries, keys, values))
+        queries, keys, values = (t.unflatten(1, (-1, self.window)) for t in (queries, keys, values))
+        alone = self.in_window(queries[:, 0], (keys[:, 1], values[:, 1]), None, bias)
+        begun = 0 if isinstance(previous, Tensor) else 1  # the first window with one before it
+        keys, values = (_with_sink(t[:, begun:-1], t[:, begun + 1 :], slots=2).flatten(0, 1) for t in (keys, values))
+        attended = attend(queries[:, begun:].flatten(0, 1), keys, values, bias).unflatten(0, (len(queries), -1))
+        if isinstance(previous, Tensor):
+            alone = torch.where(previous[:, None, None, None], attended[:, 0], alone)
+        return torch.cat([alone, attended[:, 1 - begun :].flatten(1, 2)], dim=1)[:, : windows.slots]
 
     def keys_seen(self, length: int) -> float:
         """Keys that a token of a sequence sees, on average."""
@@ -125,10 +140,13 @@ class WindowAttention(nn.Module):
             own = early * (early - 1) / 2
         return (own + max(0, length - self.window) * self.window) / length
 
-    @staticmethod
-    def _with_sink(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        keys, values = (F.pad(t[:, :-1], (0, 0, 0, 0, 0, 1)) for t in (keys, values))
-        return attend(queries, keys, values, bias)
+
+def _with_sink(*runs: Tensor, slots: int = 1) -> Tensor:
+    """Keys or values put together along the dimension `slots`, zeros in place of the last slot, which no query sees."""
+    *before, last = runs
+    kept = last.shape[slots] - 1
+    sink = torch.zeros_like(last.narrow(slots, kept, 1))
+    return torch.cat([*before, last.narrow(slots, 0, kept), sink], dim=slots)
 
 
 class Projected(NamedTuple):
@@ -169,6 +187,29 @@ class WindowBlock(nn.Module):
             state_queries = unit(second[0]) * self.state_scale.abs().unsqueeze(-1)
         queries, keys = self.attention.scaled(queries).to(values.dtype), unit(keys).to(values.dtype)
         return Projected(queries, keys, values, state_queries)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: KeysValues,
+        bias: Tensor,
+        before: KeysValues | None = None,
+        previous: Tensor | None = None,
+        kept: KeysValues | None = None,
+        fresh: Tensor | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """One window's tokens, over a recurrent state's `memory` too; returns the window's keys and values as well.
+
+        `before` and `previous` as in `in_window`. `fresh` [B, slots] marks the slots that x fills, `kept` holds the
+        others; None: it fills all.
+        """
+        queries, keys, values, state_queries = self.project(x)
+        assert state_queries is not None
+        if fresh is not None and kept is not None:
+            new = zip((keys, values), kept, strict=True)
+            keys, values = (torch.where(fresh[:, :, None, None], here, old.to(here.dtype)) for here, old in new)
+        attended = self.attention.in_window(queries, (keys, values), before, bias, previous)
+        return self.finish(x, attended, attend(state_queries, *memory)), (keys, values)
 
     def finish(self, x: Tensor, *attended: Tensor) -> Tensor:
         """The block's output from its input and what was attended to, [B, L, h, d] each."""
@@ -225,8 +266,8 @@ class WindowLayer(SequenceLayer):
             return attended, {}
         precise = state_dtype(self.block.attention.scale.dtype)
         return attended, {
-            "keys": windows.remaining(keys).to(precise),
-            "values": windows.remaining(values).to(precise),
+            "keys": windows.remaining(keys[:, windows.done :]).to(precise),
+            "values": windows.remaining(values[:, windows.done :]).to(precise),
             "length": windows.read(queries),
         }
 

@@ -31,6 +31,8 @@ class Windows:
                 self.index = self.offset.unsqueeze(1) + torch.arange(length, device=position.device)
         self.slots = shift + length
         """How many slots the piece reaches over; the current window for a single token."""
+        self.done = length // window * window
+        """How many slots, from the window before the piece on, no later piece needs of any row."""
 
     @property
     def parts(self) -> list[slice]:
@@ -47,37 +49,35 @@ class Windows:
         """The tokens out of their slots again: the inverse of `spread`."""
         return y if self.index is None or self.single else y.gather(1, _expand(self.index, y))
 
-    def room(self, cached: Tensor | None, like: Tensor) -> Tensor:
-        """A cache [B, 2W, …] cut or padded to the window before and the piece's slots; `like` [B, …, h, d] is new."""
-        size = self.window + self.slots
-        if cached is None:
-            return like.new_zeros(like.shape[0], size, *like.shape[2:])
-        return _sized(cached.to(like.dtype), size)
+    def room(self, cached: Tensor) -> Tensor:
+        """A cache [B, 2W, …] cut or padded to the window before and the piece's slots."""
+        return _sized(cached, self.window + self.slots)
 
     def join(self, cached: Tensor | None, new: Tensor) -> Tensor:
-        """[B, W + slots, …]: the cache with all new tokens [B, L, …] in their slots."""
-        room = self.room(cached, new)
+        """[B, W + slots, …]: the cache, in the precision of `new`, with all new tokens [B, L, …] in their slots."""
+        if cached is None:
+            return F.pad(new, (0, 0, 0, 0, self.window, 0))
         if self.index is None:
-            return torch.cat([room[:, : self.window], new], dim=1)
-        return room.scatter(1, _expand(self.index + self.window, new), new)
+            return torch.cat([cached[:, : self.window].to(new.dtype), new], dim=1)
+        return self.room(cached.to(new.dtype)).scatter(1, _expand(self.index + self.window, new), new)
 
-    def merge(self, cached: Tensor, new: Tensor, part: slice) -> Tensor:
-        """One window's slots: `new`, made from what `spread` laid out, where tokens are new, `cached` elsewhere."""
+    def fresh(self, part: slice) -> Tensor | None:
+        """Which of a window's slots the piece fills, [B, slots of the part]; None: all."""
         if self.index is None:
-            return new
-        if self.single:
-            return cached.scatter(1, _expand(self.index, new), new)
-        slot = torch.arange(part.start, part.stop, device=new.device)
-        fresh = (slot >= self.index[:, :1]) & (slot <= self.index[:, -1:])  # [B, slots of the part]
-        return torch.where(fresh[:, :, None, None], new, cached)
+            return None
+        slot = torch.arange(part.start, part.stop, device=self.index.device)
+        return (slot >= self.index[:, :1]) & (slot <= self.index[:, -1:])
 
     def remaining(self, joined: Tensor) -> Tensor:
-        """The cache after the piece, [B, 2W, …], from [B, W + slots, …]: it starts before each row's next window."""
+        """The cache after the piece, [B, 2W, …], from [B, W + slots, …] without the slots that are done with.
+
+        It starts before each row's next window.
+        """
         if self.index is None or self.offset is None:
-            return _sized(joined[:, self.length // self.window * self.window :], 2 * self.window)
-        start = (self.offset + self.length) // self.window * self.window
+            return _sized(joined, 2 * self.window)
+        start = (self.offset + self.length) // self.window * self.window - self.done
         kept = start.unsqueeze(1) + torch.arange(2 * self.window, device=joined.device)
-        padded = _sized(joined, (self.slots // self.window + 2) * self.window)
+        padded = _sized(joined, 3 * self.window)
         return padded.gather(1, _expand(kept, joined))
 
     def read(self, like: Tensor) -> Tensor:

@@ -108,7 +108,9 @@ class Stepper:
         for first in range(0, self._rows, self._micro_rows):
             rows = slice(first, min(first + self._micro_rows, self._rows))
             last = rows.stop == self._rows
-            state = carried and carried.select(range(rows.start, rows.stop))
+            state = carried
+            if carried is not None and self._micro_rows < self._rows:
+                state = carried.select(range(rows.start, rows.stop))
             starts = batch.starts[rows] if self.config.batching == "packed" else None
             with gradients_synced(self._module, self.model, last):
                 with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
