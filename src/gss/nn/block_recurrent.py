@@ -81,7 +81,10 @@ class RecurrentStack(SequenceLayer):
         self._compiled: _Work | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the work of a window with `torch.compile`; the loop, whose graph would grow with it, stays."""
+        """Compile the work of a window with `torch.compile`; the loop, whose graph would grow with it, stays.
+
+        For training: what is read without gradients comes in many shapes, each with graphs to compile.
+        """
         compiled: Any = [torch.compile(function, *args, **kwargs) for function in _PLAIN]
         self._compiled = _Work(*compiled)
 
@@ -160,9 +163,9 @@ class RecurrentStack(SequenceLayer):
         return y, {**after, "length": windows.read(x)}
 
     def _work(self, windows: Windows, part: slice) -> _Work:
-        """How a window is worked on: a graph is worth its compilation where all rows have all of it to read."""
+        """How a window is worked on: compiled in training, where all rows have all of it to read."""
         whole = windows.index is None and part.stop - part.start == self.window
-        return self._compiled if whole and self._compiled is not None else _PLAIN
+        return self._compiled if self._compiled and whole and torch.is_grad_enabled() else _PLAIN
 
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
         """The vectors that the first window comes in with, [B, S, E]: learned ones where nothing was read."""
@@ -232,7 +235,7 @@ class _Cache:
         windows = self._windows
         needed = 1 + len(windows.parts) - windows.done // windows.window
         runs = zip(*self._runs[-needed:], strict=True)
-        keys, values = (windows.remaining(torch.cat(run, dim=1)) for run in runs)
+        keys, values = (windows.remaining(torch.cat(run, dim=1) if len(run) > 1 else run[0]) for run in runs)
         return keys, values
 
 
