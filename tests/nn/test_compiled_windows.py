@@ -65,6 +65,9 @@ def test_graphs_serve_all_windows_blocks_and_layers() -> None:
         layer.compile(backend=counter)
         assert_same(run(layer, x, state), expected, 1e-10)
         assert counter.frame_count == 6  # the bias, what is read of the vectors; block and update, first and later
+    with torch.no_grad():
+        layer(x[:2])  # another batch size
+    assert counter.frame_count == 6
 
 
 def test_pieces_that_end_within_windows() -> None:
