@@ -147,15 +147,12 @@ SCALES: dict[str, Scale] = {
     )
 }
 
-# A stack unrolled over windows is a graph that takes longer to compile than a small run saves.
-_EAGER = {"compile": False}
-
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         System(name="transformer", label="Transformer", model="transformer"),
         # Its state spaces are outside the compiled graphs: on an H200 a compiled step took longer than an eager one.
-        System(name="dss", label="DSS", model="dss", settings=_EAGER),
+        System(name="dss", label="DSS", model="dss", settings={"compile": False}),
         System(name="gss", label="GSS", model="gss"),
         System(name="gss-l", label="GSS-L", model="gss-l"),
         System(name="gss-hybrid", label="GSS-Hybrid", model="gss-hybrid", about="not in the paper at this size"),
@@ -174,14 +171,12 @@ SYSTEMS: dict[str, System] = {
             label="Feedback:lstm:single",
             model="feedback-lstm-single",
             recipe="block-recurrent",
-            settings=_EAGER,
         ),
         System(
             name="feedback-fixed-skip",
             label="Feedback:fixed:skip",
             model="feedback-fixed-skip",
             recipe="block-recurrent",
-            settings=_EAGER,
         ),
         System(
             name="slide",
