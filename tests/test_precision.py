@@ -27,7 +27,7 @@ from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model, save_run
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 # Of logits of about unit spread: rounding moves them by up to 0.3 in these models, the state of another sequence by 2.
 NEAR = 0.6
 
@@ -92,7 +92,7 @@ def test_the_engine_in_bfloat16_on_the_cpu(family: str) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@NO_TRITON
+@NEEDS_TRITON
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")
 def test_the_engine_on_the_graph_decoder_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from gss.graph_decode import GraphDecoder
@@ -104,7 +104,7 @@ def test_the_engine_on_the_graph_decoder_interpreted(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @ON_GPU
-@NO_TRITON
+@NEEDS_TRITON
 @pytest.mark.parametrize("family", ["gss", "gss-hybrid"])
 def test_bfloat16_on_the_device(family: str) -> None:
     """By default, as a CUDA graph, in `generate` and in the engine's own thread."""

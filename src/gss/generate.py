@@ -90,7 +90,8 @@ def read(
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
 
-    A piece is 4,096 tokens of each row; on a GPU 65,536 of all rows together, since short ones would wait for the host.
+    A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
+    all rows together, if that is more.
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")

@@ -5,7 +5,7 @@ state, the residual stream and every sum stay float32. `gss.decode.decoder` pick
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -134,24 +134,28 @@ class GraphDecoder:
         layers = tuple(next(states[kind]) for kind in self._weights.kinds)
         return ModelState(self._buffers.position[:rows].clone(), layers)
 
-    def _modes(self) -> Iterator[LayerState]:
+    def _modes(self) -> list[LayerState]:
         """The states of the GSS layers."""
         rows, buffers = len(self._joined), self._buffers
         since = self._read - buffers.joined[:rows, None, None]
+        states: list[LayerState] = []
         with torch.autocast(buffers.x.device.type, enabled=False):
             for layer, (_, log_a) in enumerate(self._spaces):
                 held = torch.complex(*buffers.state[layer, :, :rows])
                 if self._read:
                     inputs = buffers.inputs[layer, : self._read, :rows].transpose(0, 1)
                     held = final_state(inputs, log_a, None) + transition(log_a * since, held.dtype) * held
-                yield {"modes": torch.view_as_real(held)}
+                states.append({"modes": torch.view_as_real(held)})
+        return states
 
-    def _cached(self) -> Iterator[LayerState]:
+    def _cached(self) -> list[LayerState]:
         """The states of the Transformer blocks."""
         rows = len(self._joined)
+        states: list[LayerState] = []
         for cache in self._buffers.caches:
             keys, values = (held[:rows].transpose(1, 2).float() for held in (cache.keys, cache.values))
-            yield {"keys": keys, "values": values, "length": cache.length[:rows].clone()}
+            states.append({"keys": keys, "values": values, "length": cache.length[:rows].clone()})
+        return states
 
     @torch.no_grad()
     def join(self, state: ModelState) -> None:
