@@ -241,7 +241,7 @@ def many_layer(
         decode_batch.context_many[(triton.cdiv(F, rows), triton.cdiv(batch, across))](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
             buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
-            batch, F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, COLUMNS=across, **_launch(tiles, tile),
+            batch, F, H, weights.centred, H_PAD=_depth(H), ROWS=rows, COLUMNS=across, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
         tile = tiles.output_many
@@ -296,7 +296,7 @@ def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles, late: bool = F
     precision = "ieee" if triton.knobs.runtime.interpret else tiles.fold_precision  # the interpreter knows no bf16x3
     decode_fold.fold_block[(triton.cdiv(rows, tile.rows), D)](
         buffers.state, buffers.inputs, buffers.joined, weights.into, weights.readout, weights.out_of, buffers.echo,
-        rows, H, N, W, late, W_PAD=max(16, _pad(W)), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
+        rows, H, N, W, late, W_PAD=_depth(W), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -307,6 +307,11 @@ def _of(pair: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
 
 def _pad(size: int) -> int:
     return triton.next_power_of_2(size)
+
+
+def _depth(size: int) -> int:
+    """Padded for a matrix product over it, which has at least 16 terms."""
+    return max(16, _pad(size))
 
 
 def _rows(tile: Tile, width: int) -> int:
