@@ -50,7 +50,7 @@ def corpus(texts: Path) -> Corpus:
     return find_corpora([texts.parent / "data"])[0]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -90,6 +90,19 @@ def test_the_answers(folder: Path) -> None:
     assert "gss reproduce table1" in parts["commands"]
 
 
+def test_a_run_beside_others_has_the_speed_of_one_that_was_alone(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    beside, alone = (None, None), (2_621_440, 900_000.0)
+    for system, (tokens, speed) in (("gss", beside), ("gss", alone), ("dss", beside)):
+        run = run_of(EVERY[system], SCALES["small"], BOOKS, 0, tokens)
+        shelf.put(run, scored(run, 50.0, tokens_per_second=speed, shared=speed is None))
+    found = read_results(tmp_path)
+    parts = sections(found, Collection(found, "small"), "")
+    rows = [line.split("|") for line in parts["table1"]().splitlines() if line.startswith("| books")]
+    assert {row[2].strip(): row[5].strip() for row in rows} == {"Transformer": "–", "DSS": "–", "GSS": "900,000"}
+    assert [line.split("|")[6].strip() for line in parts["runs"]().splitlines()[2:]] == ["shared", "900,000", "shared"]
+
+
 def test_what_is_missing_is_named(folder: Path) -> None:
     lines = missing(Collection(read_results(folder), "small"))
     assert "table1, books: Transformer" in lines

@@ -233,9 +233,12 @@ def test_vocabularies_by_bits_a_byte(texts: Path, corpus: Corpus, tmp_path: Path
 def test_the_command(corpus: Corpus, tmp_path: Path) -> None:
     sets = [item for key, value in {**QUICK, "steps": 2}.items() for item in ("--set", f"{key}={value}")]
     base = ["reproduce", "table1", "--data", str(corpus.folder.parent), "--out", str(tmp_path), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*base, "--corpus", "books", "--only", "gss", "--evaluate-tokens", "600", *sets])
+    quick = ["--evaluate-tokens", "600", *sets]
+    done = CliRunner().invoke(app, [*base, "--corpus", "books", "--only", "gss", "--shared", *quick])
     assert done.exit_code == 0, done.output
     assert "| books" in done.stdout
+    kept = json.loads(next((tmp_path / "results").glob("*.json")).read_text())
+    assert (kept["shared"], kept["tokens_per_second"]) == (True, None)
     left = CliRunner().invoke(app, [*base, "--only", "dss", "--time-limit", "0.001", *sets])
     assert left.exit_code == 0, left.output
     assert "not done, give the same command again: books.dss" in left.stdout

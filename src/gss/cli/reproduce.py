@@ -66,6 +66,14 @@ def reproduce_command(
             "--partial", help="With a time limit: at last begin a run that does not fit, and save it at the limit."
         ),
     ] = False,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Other work has the same device: no speed is noted. Tables have that of a run of the same shape that "
+            "was alone, if there is one.",
+        ),
+    ] = False,
     evaluate_tokens: Annotated[
         int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: the scale's.")
     ] = None,
@@ -113,6 +121,7 @@ def reproduce_command(
         work=work,
         time_limit=time_limit,
         partial=partial,
+        shared=shared,
         device=device,
         quiet=quiet,
         commit=commit,

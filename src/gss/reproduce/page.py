@@ -210,7 +210,7 @@ def _runs(found: Found) -> str:
                 f"{run.tokens:,}",
                 f"{kept['epochs']:.2f}",
                 str(run.config.seed),
-                f"{kept['tokens_per_second']:,.0f}",
+                "shared" if kept.get("shared") else f"{kept['tokens_per_second']:,.0f}",
                 f"{kept['seconds'] / 60:.1f}",
                 f"{parts}{(wall['training'] + wall['scoring']) / 60:.1f}",
                 NONE if memory is None else f"{memory / 1e9:.1f}",

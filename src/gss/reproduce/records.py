@@ -12,7 +12,7 @@ from typing import Any
 
 from gss.config import from_mapping, to_mapping
 from gss.reproduce.plan import Corpus, Run, run_of
-from gss.reproduce.results import read_result
+from gss.reproduce.results import read_result, shape
 from gss.reproduce.settings import SCALES, TARGETS, System
 from gss.reproduce.tables import Found
 from gss.train.config import TrainConfig, differences
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 def read_results(folder: Path) -> list[tuple[Run, Record]]:
     """Every result in a folder with its run, by file name."""
-    return [(recalled(kept), kept) for kept in map(read_result, sorted(folder.glob("*.json")))]
+    return with_speeds([(recalled(kept), kept) for kept in map(read_result, sorted(folder.glob("*.json")))])
 
 
 def recalled(kept: Record) -> Run:
@@ -104,9 +104,27 @@ def perplexities(rows: Sequence[tuple[Run, Record]], length: str) -> dict[int, f
     return {seed: score for seed, score in scores.items() if score is not None}
 
 
+def with_speeds(found: Found) -> list[tuple[Run, Record]]:
+    """The results, those that shared their device with the speed of runs of the same shape that had it alone."""
+    alone: dict[tuple[str, str], list[float]] = {}
+    for _, kept in found:
+        if kept["tokens_per_second"] is not None:
+            alone.setdefault(_kind(kept), []).append(kept["tokens_per_second"])
+    medians = {kind: statistics.median(speeds) for kind, speeds in alone.items()}
+    return [
+        (run, kept if kept["tokens_per_second"] else {**kept, "tokens_per_second": medians.get(_kind(kept))})
+        for run, kept in found
+    ]
+
+
+def _kind(kept: Record) -> tuple[str, str]:
+    return kept["hardware"], shape(kept["config"])
+
+
 def speed(rows: Sequence[tuple[Run, Record]]) -> float | None:
-    """Training tokens a second: the median over seeds."""
-    return statistics.median(kept["tokens_per_second"] for _, kept in rows) if rows else None
+    """Training tokens a second: the median over seeds; None where none was measured."""
+    known = [kept["tokens_per_second"] for _, kept in rows if kept["tokens_per_second"] is not None]
+    return statistics.median(known) if known else None
 
 
 def minutes(rows: Sequence[tuple[Run, Record]]) -> float | None:

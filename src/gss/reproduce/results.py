@@ -81,11 +81,13 @@ class Shelf:
         self.folder.mkdir(parents=True, exist_ok=True)
         replace(self.path(run), (json.dumps(_finite(document), indent=1) + "\n").encode())
 
-    def layout(self, run: Run, hardware: str) -> Layout | None:
-        """How fast a model of the same shape was on the same hardware, on any corpus and with any seed."""
+    def layout(self, run: Run, hardware: str, shared: bool = False) -> Layout | None:
+        """How fast a model of the same shape was on the same hardware, on any corpus and with any seed; a device that
+        is shared with other work is another one."""
         for path in sorted(self.folder.glob(f"*.{run.scale.name}.*.json")):
             kept = read_result(path)
-            if kept["hardware"] == hardware and shape(kept["config"]) == shape(to_mapping(run.config)):
+            same = kept["hardware"] == hardware and kept.get("shared", False) == shared
+            if same and shape(kept["config"]) == shape(to_mapping(run.config)):
                 return Layout(**kept["layout"])
         return None
 

@@ -25,6 +25,7 @@ from gss.evaluate import PAPER_LENGTHS
 from gss.reproduce import launch, measure, speed
 from gss.reproduce.deadline import deadline
 from gss.reproduce.plan import Run
+from gss.reproduce.records import with_speeds
 from gss.reproduce.report import write_report
 from gss.reproduce.results import Layout, Shelf, shape
 from gss.reproduce.settings import Target
@@ -75,6 +76,7 @@ def reproduce(
     work: Path | None = None,
     time_limit: float | None = None,
     partial: bool = False,
+    shared: bool = False,
     device: str = "auto",
     quiet: bool = False,
     commit: str = "",
@@ -88,11 +90,12 @@ def reproduce(
                     by its measured speed, is not started
     partial         when all that fits is done, begin one that does not, and save it before the time is up; the next
                     call goes on with it if it finds the same `work`. Main thread only
+    shared          other work has the same device: the speeds of these runs say nothing and are not kept
     work            where run folders go; default OUT/runs
     commit, command noted in the results; an empty commit is asked of the source tree
     """
     session = _Session(target, list(runs), out, work or out / "runs", time_limit, device, quiet, say, bar)
-    session.partial = partial and time_limit is not None
+    session.partial, session.shared = partial and time_limit is not None, shared
     session.noted = {"command": command, **({"commit": commit} if commit else {})}
     try:
         return session.go()
@@ -125,7 +128,7 @@ class _Session:
         self.threads = torch.get_num_threads()
         self.compiled = ""
         """The shape that what torch has compiled is of."""
-        self.partial = False
+        self.partial = self.shared = False
         self.failed: dict[str, str] = {}
         self.waiting: list[tuple[Run, Layout]] = []
         """Runs that did not fit, first to last."""
@@ -203,7 +206,7 @@ class _Session:
         """A layout for the run, or None where there is no time for it."""
         steps = run.config.steps - _steps_done(self.work / run.name)
         key = shape(to_mapping(run.config))
-        layout = self.layouts.get(key) or self.shelf.layout(run, self.hardware)
+        layout = self.layouts.get(key) or self.shelf.layout(run, self.hardware, self.shared)
         if not steps:  # only to be scored
             trained = measure.speed(self.work / run.name, run)["tokens_per_second"]
             layout = Layout(run.config.compile, run.config.micro_batch_tokens, trained)
@@ -262,7 +265,9 @@ class _Session:
         with contextlib.nullcontext(_silent) if self.quiet else self.bar(stage) as show:
             outcome = measure.measured(run, folder, layout, self.device, lambda share: show(stage, share))
         wall = {"training": trained - started, "scoring": time.monotonic() - trained, "from_step": before}
-        self.shelf.put(run, {**outcome, "wall_seconds": wall, **self.noted})
+        if self.shared:
+            outcome["tokens_per_second"] = None
+        self.shelf.put(run, {**outcome, "shared": self.shared, "wall_seconds": wall, **self.noted})
         return None
 
     def _train(self, run: Run, config: TrainConfig, folder: Path) -> int | None:
@@ -279,7 +284,7 @@ class _Session:
 
     def _report(self, figures: bool = False) -> Outcome:
         """Write what there is; figures, which take a moment, at the end alone."""
-        found = [(run, kept) for run in self.runs if (kept := self.shelf.find(run)) is not None]
+        found = with_speeds([(run, kept) for run in self.runs if (kept := self.shelf.find(run)) is not None])
         folder = self.out / self.target.name
         text = write_report(self.target, found, folder, self.say, figures)
         return Outcome(folder, text, done=[run for run, _ in found], failed=dict(self.failed))

@@ -151,8 +151,7 @@ SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         System(name="transformer", label="Transformer", model="transformer"),
-        # Its state spaces are outside the compiled graphs: on an H200 a compiled step took longer than an eager one.
-        System(name="dss", label="DSS", model="dss", settings={"compile": False}),
+        System(name="dss", label="DSS", model="dss"),
         System(name="gss", label="GSS", model="gss"),
         System(name="gss-l", label="GSS-L", model="gss-l"),
         System(name="gss-hybrid", label="GSS-Hybrid", model="gss-hybrid", about="not in the paper at this size"),

@@ -144,13 +144,18 @@ def _beside_the_paper(found: Found, cost: str, paper_cost: Callable[[str | None,
                 run.system.label + (f" ({len(kept)} seeds)" if len(kept) > 1 else ""),
                 millions(kept[0]["parameters"]),
                 PARAMETERS.get(name, NONE),
-                mean([statistics.median(r["tokens_per_second"] for r in kept)], 0),
+                _speed(kept),
                 paper_cost(run.corpus.paper, name),
                 *_scores(kept),
                 *scores,
             ]
         )
     return header, rows
+
+
+def _speed(kept: Sequence[Mapping[str, Any]]) -> str:
+    known = [result["tokens_per_second"] for result in kept if result["tokens_per_second"] is not None]
+    return mean([statistics.median(known)] if known else [], 0)
 
 
 def _table1(found: Found) -> tuple[list[str], Rows]:
