@@ -10,15 +10,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import pytest
+
+from gss.serve.limits import Limits
+from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
+
+pytest.importorskip("fastapi")
+pytest.importorskip("schemathesis")
+import hypothesis
 import schemathesis
 import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
-
-from gss.serve.limits import Limits
-from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 
 LIMITS = Limits(body_bytes=50_000, prompt_tokens=2000, max_tokens=32, n=4, sequences=8, logprobs=5, stop=4, seconds=20)
 GOLDEN = {"prompt": "golden", "max_tokens": 30, "temperature": 0}

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
-from starlette.testclient import TestClient
 
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
-from gss.serve.app import PAGE
 from gss.serve.limits import Limits
 from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
+
+pytest.importorskip("fastapi")
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+from gss.serve.app import PAGE
 
 LIMITS = Limits(
     body_bytes=20_000, prompt_tokens=600, max_tokens=100, n=4, sequences=6, logprobs=5, stop=2, stop_characters=8

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -19,6 +18,9 @@ from typer.testing import CliRunner
 import gss
 from gss.cli import app
 from tests.serve.serving import Server, alone, lively_model, save_run, serving, text_of
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
 
 KEY = "a key of the tests"
 
