@@ -101,7 +101,7 @@ def test_the_choice_and_its_groups() -> None:
     assert {group["momentum"] for group in optimizer.param_groups} == {0.8}
     set_learning_rates(optimizer, config, 499, 10_000)
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == {"decayed": 8e-4, "undecayed": 8e-4, "state_space": 1e-3}
+    assert rates == {"decayed": 8e-4, "undecayed": 8e-4, "embedding": 8e-4, "state_space": 1e-3}
 
 
 def test_inverse_square_root_schedule() -> None:

@@ -26,7 +26,7 @@ def _expected_group(name: str) -> str:
         return "state_space"
     if name.endswith(".bias") or "norm" in name:
         return "undecayed"
-    return "decayed"
+    return "embedding" if name == "embedding.weight" else "decayed"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,13 +34,12 @@ def test_every_parameter_has_its_group(family: str) -> None:
     model = build_model(small_config(family).model)
     groups = group_of_parameters(model)
     assert groups == {name: _expected_group(name) for name, _ in model.named_parameters()}
-    assert groups["embedding.weight"] == "decayed"
     assert ("state_space" in groups.values()) == (family != "transformer")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rates_and_decay_over_a_run(family: str) -> None:
-    config = OptimizerConfig(warmup_steps=10, learning_rate=2e-3)
+    config = OptimizerConfig(warmup_steps=10, learning_rate=2e-3, embedding_factor=8.0)
     model = build_model(small_config(family).model)
     optimizer = build_optimizer(model, config)
     owner = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -50,8 +49,9 @@ def test_rates_and_decay_over_a_run(family: str) -> None:
         for name, parameter in model.named_parameters():
             kind = _expected_group(name)
             group = owner[id(parameter)]
-            assert group["lr"] == pytest.approx(1e-3 if kind == "state_space" else base), (name, step)
-            assert group["weight_decay"] == (0.1 if kind == "decayed" else 0.0), name
+            rate = {"state_space": 1e-3, "embedding": 8 * base}.get(kind, base)
+            assert group["lr"] == pytest.approx(rate), (name, step)
+            assert group["weight_decay"] == {"decayed": 0.1, "embedding": 0.0125}.get(kind, 0.0), name
             assert group["betas"] == (0.9, 0.98)
 
 

@@ -20,12 +20,12 @@ from gss.box.card import card
 from gss.loading import load
 from gss.model import LanguageModel
 from gss.train.checkpoint import save
-from gss.train.optim import DECAYED, group_of_parameters
+from gss.train.optim import DECAYED, EMBEDDING, group_of_parameters
 
 
 def rounded(model: LanguageModel) -> dict[str, Tensor]:
     """The model's weights as they ship: matrices in bf16, all else as it is."""
-    matrices = {name for name, group in group_of_parameters(model).items() if group == DECAYED}
+    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, EMBEDDING)}
     return {
         name: tensor.to(torch.bfloat16) if name in matrices else tensor for name, tensor in model.state_dict().items()
     }

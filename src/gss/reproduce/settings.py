@@ -201,18 +201,20 @@ def _named(*names: str) -> tuple[System, ...]:
 
 RATES = (6.4e-3, 3.2e-3, 1.6e-3, 8e-4)
 """The paper's grid of learning rates."""
+EMBEDDING_FACTOR = 16.0
+"""The embedding's rate in a short run, as a multiple of the others': about √width."""
 
 
 def _rates() -> tuple[System, ...]:
+    changes: dict[str, tuple[str, Settings]] = {
+        f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES
+    }
+    quick = {"optimizer.embedding_factor": EMBEDDING_FACTOR}
+    changes["embedding"] = (f"embedding {EMBEDDING_FACTOR:g} times as fast", quick)
     return tuple(
-        System(
-            name=f"{system.name}-{rate:g}",
-            label=f"{system.label}, rate {rate:g}",
-            model=system.model,
-            settings={"optimizer.learning_rate": rate},
-        )
+        System(name=f"{system.name}-{name}", label=f"{system.label}, {label}", model=system.model, settings=settings)
         for system in _named("transformer", "dss", "gss", "gss-hybrid")
-        for rate in RATES
+        for name, (label, settings) in changes.items()
     )
 
 

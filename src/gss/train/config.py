@@ -31,6 +31,10 @@ class OptimizerConfig:
     """Steps of linear warm-up; 0 for none."""
     state_space_learning_rate: float = 1e-3
     """Rate of state-space parameters: constant, without warm-up."""
+    embedding_factor: float = 1.0
+    """How many times the base rate the embedding has, which is the head too; its decay is divided by it. It starts as
+    N(0, 1), and Adam moves every entry by about the rate a step, so that in a run of few steps it hardly learns: there
+    √width is far better (docs/training.md)."""
     weight_decay: float = 0.1
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -46,7 +50,7 @@ class OptimizerConfig:
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
                 raise ValueError(f"optimizer.{name} cannot be {given!r}; choose from: {', '.join(choices)}")
-        for name in ("learning_rate", "state_space_learning_rate", "epsilon", "clip_norm"):
+        for name in ("learning_rate", "state_space_learning_rate", "embedding_factor", "epsilon", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optimizer.{name} must be over 0, not {getattr(self, name)!r}")
         for name in ("final_learning_rate", "weight_decay", "warmup_steps"):

@@ -1,9 +1,9 @@
 """The optimizers: which parameter gets which rate and decay, the schedule, and the clipping.
 
-Three groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
+Four groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
 push time constants towards one token. Norm scales and biases follow the schedule without decay. Matrices follow
-it with decay, the embedding among them: it is the head too, and the recipe that the paper's hyper-parameters come
-from (Flax's lm1b example) decays it.
+it with decay. So does the embedding, which is the head too (the recipe that the paper's hyper-parameters come from,
+Flax's lm1b example, decays it), at its own multiple of the rate.
 Knows nothing of data, loops or processes.
 """
 
@@ -19,22 +19,21 @@ from gss.nn.state_space import DiagonalStateSpace
 from gss.train.adafactor import Adafactor
 from gss.train.config import OptimizerConfig
 
-STATE_SPACE, DECAYED, UNDECAYED = "state_space", "decayed", "undecayed"
+STATE_SPACE, DECAYED, UNDECAYED, EMBEDDING = "state_space", "decayed", "undecayed", "embedding"
 
 
 def group_of_parameters(model: nn.Module) -> dict[str, str]:
     """The group of every parameter, by the parameter's name."""
-    state_space = {
-        id(parameter)
+    special = {
+        id(parameter): group
         for module in model.modules()
-        if isinstance(module, DiagonalStateSpace)
+        for kind, group in ((DiagonalStateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING))
+        if isinstance(module, kind)
         for parameter in module.parameters()
     }
 
     def group(parameter: nn.Parameter) -> str:
-        if id(parameter) in state_space:
-            return STATE_SPACE
-        return DECAYED if parameter.ndim > 1 else UNDECAYED
+        return special.get(id(parameter), DECAYED if parameter.ndim > 1 else UNDECAYED)
 
     return {name: group(parameter) for name, parameter in model.named_parameters()}
 
@@ -42,19 +41,28 @@ def group_of_parameters(model: nn.Module) -> dict[str, str]:
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups as torch optimizers take them, each with its name; rates are those of the first step."""
     parameters = dict(model.named_parameters())
-    groups: dict[str, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: [], STATE_SPACE: []}
+    groups: dict[str, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: [], STATE_SPACE: [], EMBEDDING: []}
     for name, group in group_of_parameters(model).items():
         groups[group].append(parameters[name])
+    # Decay is a share of the rate: divided by the factor, what it takes away a step stays what it is elsewhere.
+    decay = {DECAYED: config.weight_decay, EMBEDDING: config.weight_decay / config.embedding_factor}
     return [
         {
             "params": members,
             "name": name,
-            "lr": config.state_space_learning_rate if name == STATE_SPACE else config.learning_rate,
-            "weight_decay": config.weight_decay if name == DECAYED else 0.0,
+            "lr": _rate(name, config, config.learning_rate),
+            "weight_decay": decay.get(name, 0.0),
         }
         for name, members in groups.items()
         if members
     ]
+
+
+def _rate(group: str, config: OptimizerConfig, scheduled: float) -> float:
+    """A group's rate where the schedule is at `scheduled`."""
+    if group == STATE_SPACE:
+        return config.state_space_learning_rate
+    return scheduled * config.embedding_factor if group == EMBEDDING else scheduled
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -92,7 +100,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig
     """Give every group its rate for this step; returns the scheduled one."""
     scheduled = learning_rate(config, step, steps)
     for group in optimizer.param_groups:
-        group["lr"] = config.state_space_learning_rate if group["name"] == STATE_SPACE else scheduled
+        group["lr"] = _rate(group["name"], config, scheduled)
     return scheduled
 
 
