@@ -211,7 +211,7 @@ def _rates() -> tuple[System, ...]:
     }
     quick = {"optimizer.embedding_factor": EMBEDDING_FACTOR}
     changes["embedding"] = (f"embedding {EMBEDDING_FACTOR:g} times as fast", quick)
-    changes["modes"] = ("state-space rate 1e-4", {"optimizer.state_space_learning_rate": 1e-4})
+    changes["modes"] = ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3})
     return tuple(
         System(name=f"{system.name}-{name}", label=f"{system.label}, {label}", model=system.model, settings=settings)
         for system in _named("transformer", "dss", "gss", "gss-hybrid")
