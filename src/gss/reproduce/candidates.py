@@ -53,6 +53,19 @@ INITIALISATIONS: tuple[Start, ...] = (
         frequency_init="log_uniform",
         frequency_range=(1e-3, 3.14159),
     ),
+    candidate(
+        "lower-frequencies",
+        "frequencies log-uniform from 0.0001 to π",
+        frequency_init="log_uniform",
+        frequency_range=(1e-4, 3.14159),
+    ),
+    candidate(
+        "low-and-slow",
+        "frequencies log-uniform from 0.001 to π, time constants up to 4,000 tokens",
+        decay_range=(2.5e-4, 1.0),
+        frequency_init="log_uniform",
+        frequency_range=(1e-3, 3.14159),
+    ),
     candidate("even-frequencies", "frequencies 2π(n+½)/N", frequency_init="linear"),
     # The energy of slow modes.
     candidate("loud", "C ÷ N for all modes: the slow ones have most of the energy", readout_init="inverse"),
