@@ -8,11 +8,13 @@ holds the prepared corpora. Each line becomes a `gss reproduce … --shared --pa
 time, under NVIDIA's MPS where it can be started. RESULTS is all that a later call needs: a run whose file is there is
 not run again. WORK holds the checkpoints of runs that the time did not suffice for; a call that finds it goes on.
 
-A line that begins with `alone` waits for all others to end and has the GPU to itself, so that its speed is kept.
+A line that begins with `alone` waits for all others to end and has the GPU to itself, so that its speed is kept; with
+tokens of its own it is there for the speed, and little is scored.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +25,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gss.reproduce.settings import SCALES
+
 _RESERVE_SECONDS = 10.0
+_SCORED_FOR_SPEED = "65536"
 _KILL_SECONDS = 15.0  # after its time limit a command is given so long to save
 
 
@@ -76,6 +81,16 @@ class Work:
     def say(self, what: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s] {what}", flush=True)
 
+    def is_done(self, line: Line) -> bool:
+        """Whether there is a file for every seed of a line. Of a run with another name that is the same, the command
+        will know."""
+        tokens = int(line.tokens or SCALES[self.arguments.scale].tokens)
+        names = [
+            f"{line.corpus}.{line.system}.{self.arguments.scale}.*steps.seed{s}.json" for s in line.seeds.split(",")
+        ]
+        there = [[json.loads(path.read_text())["tokens"] for path in self.results.glob(name)] for name in names]
+        return all(tokens in found for found in there)
+
     def go(self, lines: Sequence[Line], jobs: int) -> None:
         """All lines, so many at a time."""
         waiting = list(lines)
@@ -119,6 +134,7 @@ class Work:
         words += ["--out", str(out), "--work", str(self.work / "runs"), "--time-limit", f"{limit:.0f}", "--partial"]
         words += ["--tokens", line.tokens] if line.tokens else []
         words += [] if line.alone else ["--shared"]
+        words += ["--evaluate-tokens", _SCORED_FOR_SPEED] if line.alone and line.tokens else []
         words += ["--commit", arguments.commit] if arguments.commit else []
         return [*words, *(item for setting in arguments.set for item in ("--set", setting))]
 
@@ -164,10 +180,10 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of every run, key=value")
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    lines = parsed(arguments.plan.read_text(encoding="utf-8"))
     work = Work(arguments)
+    lines = [line for line in parsed(arguments.plan.read_text(encoding="utf-8")) if not work.is_done(line)]
     with shared_gpu(arguments.work) as shared:
-        work.say(f"{len(lines)} lines, {arguments.jobs} at a time, {'with' if shared else 'without'} MPS")
+        work.say(f"{len(lines)} lines to do, {arguments.jobs} at a time, {'with' if shared else 'without'} MPS")
         work.go([line for line in lines if not line.alone], arguments.jobs)
     work.go([line for line in lines if line.alone], 1)
     print("\n".join(sorted(path.stem for path in arguments.results.glob("*.json"))))

@@ -20,7 +20,13 @@ pytest.importorskip("gated_state_spaces_pytorch", reason="the peer is an optiona
 @pytest.mark.parametrize("imaginary", ["exp", "plain"])
 @pytest.mark.parametrize("length", [1, 2, 127, 1000])
 def test_outputs_and_gradients(length: int, imaginary: str) -> None:
-    space = StateSpaceConfig(modes=24, imaginary=imaginary, decay_init="log_normal", readout_init="unit")  # type: ignore[arg-type]
+    space = StateSpaceConfig(
+        modes=24,
+        imaginary=imaginary,  # type: ignore[arg-type]
+        decay_init="log_normal",
+        frequency_init="log_normal",
+        readout_init="unit",
+    )
     config = ModelConfig(width=32, gate_width=96, channels=16, norm_epsilon=1e-5, state_space=space)
     layer = GSSLayer(config)
     torch.nn.init.normal_(layer.norm.bias)  # type: ignore[arg-type]

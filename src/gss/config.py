@@ -8,7 +8,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,10 +37,11 @@ class StateSpaceConfig:
     """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
     """Range of −Re λ at the start, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
-    frequency_init: Literal["log_normal", "log_uniform", "linear", "skew_hippo"] = "log_normal"
-    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; 2π(n+½)/N; or Skew-HiPPO's (DSS)."""
-    frequency_range: tuple[float, float] = (1e-4, 3.14159)
-    """Range of Im λ at the start for the log-uniform choice, in radians a token."""
+    frequency_init: Literal["log_normal", "log_uniform", "relative", "linear", "skew_hippo"] = "log_uniform"
+    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; the same times the mode's −Re λ; 2π(n+½)/N;
+    or Skew-HiPPO's (DSS)."""
+    frequency_range: tuple[float, float] = (1e-3, 3.14159)
+    """Range of Im λ at the start, in radians a token; for `relative`, in radians a time constant."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
     """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
     with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
@@ -52,6 +53,15 @@ class StateSpaceConfig:
             bounds = getattr(self, name)
             if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1]):
                 raise ValueError(f"{name} must be two numbers with 0 < low <= high, not {bounds!r}")
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields that make no difference beside the others."""
+        ranges = {
+            "decay_range": self.decay_init != "log_normal",
+            "frequency_range": self.frequency_init in ("log_uniform", "relative"),
+        }
+        return tuple(name for name, used in ranges.items() if not used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +179,13 @@ class ModelConfig:
         """The kind of every layer, first to last."""
         repeats = -(-self.depth // len(self.pattern))
         return (self.pattern * repeats)[: self.depth]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """How state spaces start where that makes no difference, as dotted names: all of it in a model without any."""
+        if not {"gss", "dss"} & set(self.layers):
+            return tuple(f"state_space.{each.name}" for each in fields(StateSpaceConfig))
+        return tuple(f"state_space.{name}" for name in self.state_space.unused)
 
 
 def from_mapping(kind: type[Config], values: Mapping[str, Any]) -> Config:

@@ -63,6 +63,12 @@ def test_frequencies() -> None:
     ranged = StateSpaceConfig(modes=1000, frequency_init="log_uniform", frequency_range=(0.01, 0.1))
     frequency = DiagonalStateSpace(1, ranged).eigenvalues().imag
     assert 0.0099 < frequency.min() < frequency.max() < 0.1001
+    relative = StateSpaceConfig(modes=1000, frequency_init="relative", frequency_range=(0.1, 2.0))
+    turns = (lambda value: value.imag / -value.real)(DiagonalStateSpace(1, relative).eigenvalues())
+    assert 0.0999 < turns.min() < 0.2 < 1.0 < turns.max() < 2.001
+    normal = DiagonalStateSpace(1, StateSpaceConfig(modes=4000, frequency_init="log_normal")).frequency
+    assert normal.mean().item() == pytest.approx(0, abs=0.1)
+    assert normal.std().item() == pytest.approx(1, rel=0.1)
 
 
 def test_skew_hippo_is_the_eigenvalues_of_its_matrix() -> None:

@@ -75,14 +75,14 @@ def test_a_run_that_is_the_same_under_another_name_is_not_run_again(
     corpus: Corpus, tmp_path: Path, monkeypatch: Any
 ) -> None:
     gss = quick_runs("table1", corpus, "gss")[0]
-    same, other = quick_runs("init", corpus, "init-1-1000", "init-loud")
+    same, other = quick_runs("init", corpus, "init-low-frequencies", "init-loud")
     shelf = Shelf(tmp_path)
     shelf.put(gss, made_up(gss))
     kept = shelf.find(same)
     assert kept is not None
     assert kept["system"] == "gss"
     assert shelf.find(other) is None
-    assert shelf.find(quick_runs("init", corpus, "init-1-1000", seeds=[1])[0]) is None
+    assert shelf.find(quick_runs("init", corpus, "init-low-frequencies", seeds=[1])[0]) is None
 
 
 def test_results_of_other_settings_are_refused(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
@@ -167,12 +167,16 @@ def test_a_run_in_parts(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> Non
     runs = quick_runs("table1", corpus, "gss", steps=100_000, evaluate_tokens=600)
     monkeypatch.setattr(speed, "probe", lambda *a: Layout(False, None, 1e4))
     monkeypatch.setattr(runner, "_RESERVE_SECONDS", 0.5)
-    outcome = go("table1", runs, tmp_path, time_limit=2.0, partial=True)
-    assert outcome.signal is None
-    assert [run.name for run in outcome.left] == [runs[0].name]
-    done = runner._steps_done(tmp_path / "runs" / runs[0].name)
+    done = 0
+    for limit in (2.0, 8.0, 30.0):  # on a busy machine two seconds may not reach the first step
+        outcome = go("table1", runs, tmp_path, time_limit=limit, partial=True)
+        assert outcome.signal is None
+        assert [run.name for run in outcome.left] == [runs[0].name]
+        done = runner._steps_done(tmp_path / "runs" / runs[0].name)
+        if done:
+            break
     assert 0 < done < 100_000
-    go("table1", runs, tmp_path, time_limit=2.0, partial=True)
+    go("table1", runs, tmp_path, time_limit=limit, partial=True)
     assert runner._steps_done(tmp_path / "runs" / runs[0].name) > done
 
 

@@ -38,10 +38,10 @@ def test_every_candidate_resolves(system: str) -> None:
         assert config.optimizer.warmup_steps <= config.steps / 4
 
 
-def test_the_first_start_is_the_default() -> None:
-    default = run_of(SYSTEMS["gss"], SCALES["small"], BOOKS).config
-    first = run_of(EVERY[f"init-{INITIALISATIONS[0].name}"], SCALES["small"], BOOKS).config
-    assert first.model == default.model
+def test_one_of_the_starts_is_the_default() -> None:
+    for model, name in (("gss", "init-low-frequencies"), ("gss-hybrid", "init-hybrid-low-frequencies")):
+        default = run_of(SYSTEMS[model], SCALES["small"], BOOKS).config
+        assert run_of(EVERY[name], SCALES["small"], BOOKS).config == default
     assert len(INITIALISATIONS) >= 6
     models = [run_of(system, SCALES["small"], BOOKS).config.model for system in TARGETS["init"].systems]
     assert len({str(to_mapping(model)) for model in models}) == len(models)

@@ -66,6 +66,14 @@ def test_a_setting_that_is_new_does_not_stop_an_old_run() -> None:
     assert differences(old, other) == {"optimizer.schedule": ("cosine", "inverse_sqrt")}
 
 
+def test_what_a_model_does_not_use_may_differ() -> None:
+    start = "model.state_space.frequency_init=log_normal"
+    for name, differ in (("transformer-tiny", set()), ("gss-tiny", {"model.state_space.frequency_init"})):
+        old = to_mapping(resolve(name, None, [start, "model.state_space.frequency_range=[0.1,1.0]"]))
+        assert set(differences(old, resolve(name, None, [start]))) == set()
+        assert set(differences(old, resolve(name, None, ["model.state_space.frequency_range=[0.1,1.0]"]))) == differ
+
+
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SMALL_RUNS.items() for name in names])
 def test_small_runs_run(corpus: Path, tmp_path: Path, file: str, name: str) -> None:
     """With narrower layers, fewer and shorter rows and 3 steps: their own schedule, reports and checkpoints."""

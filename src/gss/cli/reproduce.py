@@ -22,8 +22,8 @@ def reproduce_command(
         str,
         typer.Argument(
             help="table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), lengths (GSS and "
-            "the hybrid by evaluation length), init (how state spaces start), rates (learning rates), or vocabulary "
-            "(the same text prepared in several ways, in bits a byte).",
+            "the hybrid by evaluation length), init and init-hybrid (how state spaces start), rates (learning rates), "
+            "or vocabulary (the same text prepared in several ways, in bits a byte).",
         ),
     ],
     out: Annotated[

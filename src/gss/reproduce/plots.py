@@ -1,4 +1,8 @@
-"""A figure a corpus: perplexity by evaluation length, and the loss by position in the longest windows."""
+"""A figure a corpus: perplexity by evaluation length, and the loss by position in a window.
+
+Long windows are few, so positions up to the training length are those of windows of that length, of which there are
+many; later positions can only be those of the longest.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -29,8 +33,8 @@ def draw(found: Found) -> dict[str, bytes]:
             for index, (run, kept) in enumerate(groups(runs)):
                 look = {"color": run_colour(index), "linestyle": _STYLES[index // 8 % len(_STYLES)]}
                 _by_length(left, run.system.label, kept, look)
-                _by_position(right, kept, look)
-            _finish(left, right, kept[0]["config"]["length"], corpus)
+                _by_position(right, kept, run.config.length, look)
+            _finish(left, right, run.config.length, corpus)
             handles, labels = left.get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)), handlelength=3.5)
             images[f"{corpus}.png"] = png(figure)
@@ -43,14 +47,20 @@ def _by_length(axes: "Axes", label: str, kept: Sequence[Mapping[str, Any]], look
     axes.plot(lengths, means, marker="o", markersize=4, label=label, **look)
 
 
-def _by_position(axes: "Axes", kept: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> None:
-    """Of the longest windows that all seeds have."""
-    names = [name for name in kept[0]["lengths"] if name.isdecimal() and all(_known(r, name) for r in kept)]
-    if not names:
+def _by_position(axes: "Axes", kept: Sequence[Mapping[str, Any]], trained: int, look: dict[str, Any]) -> None:
+    """Of the lengths that all seeds have."""
+    lengths = sorted(
+        int(name) for name in kept[0]["lengths"] if name.isdecimal() and all(_known(r, name) for r in kept)
+    )
+    if not lengths:
         return
-    longest = max(names, key=int)
-    rows = [result["lengths"][longest]["by_position"] for result in kept]
-    parts = [same for same in zip(*rows, strict=False) if same[0]["start"] >= _FIRST_POSITION]
+    usual, longest = trained if trained in lengths else lengths[-1], lengths[-1]
+    rows = [
+        [part for part in result["lengths"][str(usual)]["by_position"] if part["start"] >= _FIRST_POSITION]
+        + [part for part in result["lengths"][str(longest)]["by_position"] if part["start"] >= usual]
+        for result in kept
+    ]
+    parts = list(zip(*rows, strict=False))
     middles = [(part[0]["start"] * part[0]["stop"]) ** 0.5 for part in parts]
     axes.plot(middles, [statistics.fmean(one["loss"] for one in part) for part in parts], **look)
 
@@ -62,7 +72,7 @@ def _known(result: Mapping[str, Any], length: str) -> bool:
 def _finish(left: "Axes", right: "Axes", trained: int, corpus: str) -> None:
     for axes, x, y in (
         (left, "evaluation length (tokens)", f"perplexity on {corpus}"),
-        (right, "position in the longest window (tokens)", "loss (nats a token)"),
+        (right, "position in the window (tokens)", "loss (nats a token)"),
     ):
         log_axis(axes, "x")
         axes.axvline(trained, linewidth=0.8, linestyle=":", color="0.6")

@@ -5,7 +5,7 @@ Everything that could be tuned stands here and nowhere else. It is chosen once, 
 Imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,6 +227,16 @@ def _rates() -> tuple[System, ...]:
     )
 
 
+def _starts(model: str, names: Sequence[str] = ()) -> tuple[System, ...]:
+    """A model from the starts of these names, or from all."""
+    prefix = "init" if model == "gss" else f"init-{model.removeprefix('gss-')}"
+    return tuple(
+        System(name=f"{prefix}-{start.name}", label=start.name, model=model, settings=start.settings, about=start.about)
+        for start in INITIALISATIONS
+        if not names or start.name in names
+    )
+
+
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -262,18 +272,15 @@ TARGETS: dict[str, Target] = {
         Target(
             name="init",
             title="How the state spaces start",
-            systems=tuple(
-                System(
-                    name=f"init-{start.name}",
-                    label=start.name,
-                    model="gss",
-                    settings=start.settings,
-                    about=start.about,
-                )
-                for start in INITIALISATIONS
-            ),
+            systems=_starts("gss"),
             layout="candidates",
             more_seeds=2,
+        ),
+        Target(
+            name="init-hybrid",
+            title="How the hybrid's state spaces start",
+            systems=_starts("gss-hybrid", ("1-1000", "low-frequencies")),
+            layout="candidates",
         ),
         Target(
             name="rates",

@@ -227,13 +227,15 @@ def resolve(
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """What a continued run would change of the result: dotted name → (before, after). `before` is plain data.
 
-    A setting that did not exist then has the default that what was there amounts to.
+    A setting that did not exist then has the default that what was there amounts to; one that the model does not use
+    may have any value.
     """
+    unused = {f"model.{name}" for name in after.model.unused}
     old, new = flattened(to_mapping(TrainConfig())) | flattened(before), flattened(to_mapping(after))
     return {
         name: (old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
-        if name.partition(".")[0] not in _FREE and old.get(name) != new.get(name)
+        if name.partition(".")[0] not in _FREE and name not in unused and old.get(name) != new.get(name)
     }
 
 
