@@ -37,11 +37,11 @@ class StateSpaceConfig:
     """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
     """Range of −Re λ at the start, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
-    frequency_init: Literal["log_normal", "log_uniform", "relative", "linear", "skew_hippo"] = "log_uniform"
-    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; the same times the mode's −Re λ; 2π(n+½)/N;
-    or Skew-HiPPO's (DSS)."""
+    frequency_init: Literal["log_normal", "log_uniform", "mixed", "linear", "skew_hippo"] = "log_uniform"
+    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
+    Skew-HiPPO's (DSS)."""
     frequency_range: tuple[float, float] = (1e-3, 3.14159)
-    """Range of Im λ at the start, in radians a token; for `relative`, in radians a time constant."""
+    """Range of Im λ at the start, in radians a token."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
     """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
     with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
@@ -59,7 +59,7 @@ class StateSpaceConfig:
         """Fields that make no difference beside the others."""
         ranges = {
             "decay_range": self.decay_init != "log_normal",
-            "frequency_range": self.frequency_init in ("log_uniform", "relative"),
+            "frequency_range": self.frequency_init in ("log_uniform", "mixed"),
         }
         return tuple(name for name, used in ranges.items() if not used)
 

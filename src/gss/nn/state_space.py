@@ -37,8 +37,7 @@ class DiagonalStateSpace(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new parameters as the config's init fields say."""
         config = self.config
-        decay = _initial_decay(config)
-        frequency = _initial_frequency(config, decay)
+        decay, frequency = _initial_decay(config), _initial_frequency(config)
         self.log_decay.copy_(decay.log())
         self.frequency.copy_(frequency.log() if config.imaginary == "exp" else frequency)
         nn.init.normal_(self.skip)
@@ -169,15 +168,17 @@ def _initial_decay(config: StateSpaceConfig) -> Tensor:
     return slow if config.decay_init == "log_uniform" else fast
 
 
-def _initial_frequency(config: StateSpaceConfig, decay: Tensor) -> Tensor:
+def _initial_frequency(config: StateSpaceConfig) -> Tensor:
     """Im λ at the start: [N], positive."""
     modes = config.modes
     if config.frequency_init == "log_normal":
         return torch.randn(modes, dtype=torch.float64).exp()
     if config.frequency_init == "log_uniform":
         return _log_uniform(modes, *config.frequency_range)
-    if config.frequency_init == "relative":
-        return decay * _log_uniform(modes, *config.frequency_range)
+    if config.frequency_init == "mixed":
+        half = modes // 2
+        normal = torch.randn(half, dtype=torch.float64).exp()
+        return torch.cat([normal, _log_uniform(modes - half, *config.frequency_range)])
     if config.frequency_init == "linear":
         return 2 * math.pi * (torch.arange(modes, dtype=torch.float64) + 0.5) / modes
     return skew_hippo_frequencies(modes)

@@ -67,10 +67,10 @@ INITIALISATIONS: tuple[Start, ...] = (
         frequency_range=(1e-3, 3.14159),
     ),
     candidate(
-        "relative-frequencies",
-        "frequencies log-uniform from 0.05 to π radians a time constant: slow modes turn slowly",
-        frequency_init="relative",
-        frequency_range=(0.05, 3.14159),
+        "half-low-frequencies",
+        "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.001 to 0.1",
+        frequency_init="mixed",
+        frequency_range=(1e-3, 0.1),
     ),
     candidate("even-frequencies", "frequencies 2π(n+½)/N", frequency_init="linear"),
     # The energy of slow modes.

@@ -9,7 +9,6 @@ Prose around the markers stays. Works with any subset of the runs; what is missi
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -161,10 +160,10 @@ def _by_tokens(name: str, results: Collection) -> str:
         part: list[tuple[Run, Record]] = []
         for corpus in results.corpora():
             there = [entry for system in target.systems for entry in results.of(corpus, system.name, tokens)]
-            names = {(run.system.model, run.system.name) for run, _ in there}
-            models = Counter(model for model, _ in names)
             # A model's default alone, which every table has, is no comparison.
-            part += [(run, kept) for run, kept in there if models[run.system.model] > 1]
+            usual = {kept["name"] for run, _ in there for _, kept in results.of(corpus, run.system.model, tokens)}
+            models = {run.system.model for run, kept in there if kept["name"] not in usual}
+            part += [(run, kept) for run, kept in there if run.system.model in models]
         if part:
             parts += [f"{tokens:,} tokens:", markdown(*table(target, part))]
             parts += ["\n".join(f"- {note}" for note in notes(target, part))]

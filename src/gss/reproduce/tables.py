@@ -18,6 +18,7 @@ _NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 _LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
 _LENGTH_NAMES = [*_NAMES.values(), "whole"]
 _WORDS = {
+    "recipe",
     "corpus",
     "model",
     "start",
@@ -195,6 +196,11 @@ def _candidates(found: Found) -> tuple[list[str], Rows]:
     return header, rows
 
 
+def _rates(found: Found) -> tuple[list[str], Rows]:
+    rows = [[run.corpus.name, run.system.label, str(len(kept)), *_scores(kept)] for run, kept in groups(found)]
+    return ["corpus", "recipe", "seeds", *_LENGTH_NAMES], rows
+
+
 def _over_layers(
     kept: Sequence[Mapping[str, Any]], when: str, pick: Callable[[Mapping[str, Any]], float]
 ) -> float | None:
@@ -235,6 +241,7 @@ _LAYOUTS: dict[str, Callable[[Found], tuple[list[str], Rows]]] = {
     "table2": _table2,
     "lengths": _table1,
     "candidates": _candidates,
+    "rates": _rates,
     "vocabulary": _vocabulary,
 }
 _BESIDE = (
@@ -248,6 +255,7 @@ _NOTES = {
     "lengths": _BESIDE,
     "candidates": "Perplexity by evaluation length; `slow` is the time constant in tokens that 5% of the modes exceed, "
     "`>1,000` the share of modes slower than 1,000 tokens, medians over layers, before and after training.",
+    "rates": "Perplexity by evaluation length. The paper tuned the rate over the four here.",
     "vocabulary": "Bits a byte of the same held-out text; rows compare where `held-out text` is the same. `raw` "
     "divides by the UTF-8 bytes of the text before any vocabulary saw it; `back` by those that the scored tokens give "
     "back. A vocabulary that is not lossless never predicts what it drops (`dropped`, of the raw bytes), so its `raw` "
