@@ -67,10 +67,16 @@ INITIALISATIONS: tuple[Start, ...] = (
         frequency_range=(1e-3, 3.14159),
     ),
     candidate(
+        "lowish-frequencies",
+        "frequencies log-uniform from 0.01 to π",
+        frequency_init="log_uniform",
+        frequency_range=(1e-2, 3.14159),
+    ),
+    candidate(
         "half-low-frequencies",
-        "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.001 to 0.1",
+        "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.01 to 0.3",
         frequency_init="mixed",
-        frequency_range=(1e-3, 0.1),
+        frequency_range=(1e-2, 0.3),
     ),
     candidate("even-frequencies", "frequencies 2π(n+½)/N", frequency_init="linear"),
     # The energy of slow modes.
