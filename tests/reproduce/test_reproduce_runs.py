@@ -13,10 +13,11 @@ from gss.cli import app
 from gss.data import load_tokenizer, prepare
 from gss.data.tokenizer_training import train_tokenizer
 from gss.reproduce import runner, speed
-from gss.reproduce.plan import Corpus, Run, find_corpora
+from gss.reproduce.plan import Corpus, Run, find_corpora, run_of
+from gss.reproduce.records import EVERY
 from gss.reproduce.results import Layout, Shelf
 from gss.reproduce.runner import Outcome, reproduce
-from gss.reproduce.settings import TARGETS
+from gss.reproduce.settings import SCALES, TARGETS
 from tests.reproduce.conftest import QUICK, made_up, quick_runs
 
 
@@ -71,18 +72,18 @@ def test_finished_runs_are_known_by_their_files_alone(
     assert len(go("lengths", quick_runs("lengths", corpus, "gss"), tmp_path).done) == 1
 
 
-def test_a_run_that_is_the_same_under_another_name_is_not_run_again(
-    corpus: Corpus, tmp_path: Path, monkeypatch: Any
-) -> None:
-    gss = quick_runs("table1", corpus, "gss")[0]
-    same, other = quick_runs("init", corpus, "init-low-frequencies", "init-loud")
+def test_a_run_that_is_the_same_under_another_name_is_not_run_again(corpus: Corpus, tmp_path: Path) -> None:
+    def of(name: str, seed: int = 0) -> Run:
+        return run_of(EVERY[name], SCALES["small"], corpus, seed)
+
+    gss, same, other = map(of, ("gss", "init-low-frequencies", "init-loud"))
     shelf = Shelf(tmp_path)
     shelf.put(gss, made_up(gss))
     kept = shelf.find(same)
     assert kept is not None
     assert kept["system"] == "gss"
     assert shelf.find(other) is None
-    assert shelf.find(quick_runs("init", corpus, "init-low-frequencies", seeds=[1])[0]) is None
+    assert shelf.find(of("init-low-frequencies", seed=1)) is None
 
 
 def test_results_of_other_settings_are_refused(finished: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ STRICT = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'n
 PAGE = Path(__file__).parents[2] / "src" / "gss" / "serve" / "page"
 SECONDS = 60_000  # Playwright counts in milliseconds; a busy machine is slow
 KEY = "a key of the tests"
+api.expect.set_options(timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ class Visit:
         return dict(sent.value.post_data_json)
 
     def ended(self) -> None:
-        api.expect(self.page.locator("#status")).to_contain_text("Ended", timeout=SECONDS)
+        api.expect(self.page.locator("#status")).to_contain_text("Ended")
 
     @property
     def text(self) -> str:
@@ -339,6 +340,21 @@ def test_errors_are_said_kindly(browser: Any, server: str) -> None:
     page.click("#run")
     api.expect(page.locator("#error")).to_contain_text("The server cannot be reached.")
     api.expect(page.locator("#run")).to_be_enabled()
+    visit.context.close()
+
+
+def test_facts_that_come_late_leave_an_error_alone(browser: Any, server: str) -> None:
+    visit = Visit(browser, server)
+    page = visit.page
+    held: list[Any] = []
+    page.route("**/v1/model", lambda route: held.append(route))
+    page.route("**/v1/completions", partial(_answer, 500, "<html>"))
+    page.reload(wait_until="domcontentloaded")
+    page.click("#run")
+    api.expect(page.locator("#error")).to_have_text("The server answered with 500.")
+    held[0].continue_()
+    api.expect(page.locator("#model")).to_contain_text("cat · ")
+    api.expect(page.locator("#error")).to_have_text("The server answered with 500.")
     visit.context.close()
 
 

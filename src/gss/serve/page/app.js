@@ -158,7 +158,6 @@ async function meet() {
     fail(error);
     return;
   }
-  fail(null);
   at("key-row").hidden = true;
   const kinds = [...new Set(facts.layers)].map((kind) => `${facts.layers.filter((one) => one === kind).length} ${kind}`);
   const name = document.createElement("b");
@@ -207,6 +206,7 @@ at("further").addEventListener("click", () => {
 
 async function withKey() {
   useKey(at("key").value);
+  fail(null);
   await meet();
 }
 
