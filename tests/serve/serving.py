@@ -31,7 +31,7 @@ def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
 
     A fresh model mostly repeats its last token, since the head is the embedding. Layers that speak louder, and a head
     that reads what they say more sharply, give text that depends on everything before it. An end whose embedding is 0
-    is never the likeliest token, so texts are as long as they are asked to be.
+    has a middling logit, never the likeliest of 257, so texts are as long as they are asked to be.
     """
     torch.manual_seed(0)
     model = gss.build_model(gss.preset(preset, **{"vocab_size": 257, **sizes}))

@@ -85,7 +85,7 @@ _FEW_STEPS = {"optimizer.learning_rate": 1.6e-3, "optimizer.embedding_factor": E
 # What the block-recurrent models are trained with at every scale.
 _LANES = {"batching": "lanes"}
 # The released configuration's of the Block-Recurrent Transformers: see configs/block-recurrent.toml. It is made for
-# long runs: its steps are at most a hundredth of a weight.
+# long runs: a step is about a hundredth of a matrix's usual entry.
 _ADAFACTOR = {
     **_LANES,
     "optimizer.name": "adafactor",
