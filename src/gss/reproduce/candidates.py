@@ -30,6 +30,11 @@ def candidate(name: str, about: str, **fields: Any) -> Start:
     )
 
 
+def _down_to(low: float) -> dict[str, Any]:
+    """Frequencies log-uniform from `low` to π, the highest there is."""
+    return {"frequency_init": "log_uniform", "frequency_range": (low, 3.14159)}
+
+
 _FIRST: dict[str, Any] = {
     "decay_init": "log_uniform",
     "decay_range": (1e-3, 1.0),
@@ -47,31 +52,15 @@ INITIALISATIONS: tuple[Start, ...] = (
     candidate("10-1000", "no mode faster than 10 tokens", decay_range=(1e-3, 0.1)),
     candidate("0.1-1000", "modes within a token too", decay_range=(1e-3, 10.0)),
     # Ranges of Im λ.
-    candidate(
-        "low-frequencies",
-        "frequencies log-uniform from 0.001 to π",
-        frequency_init="log_uniform",
-        frequency_range=(1e-3, 3.14159),
-    ),
-    candidate(
-        "lower-frequencies",
-        "frequencies log-uniform from 0.0001 to π",
-        frequency_init="log_uniform",
-        frequency_range=(1e-4, 3.14159),
-    ),
+    candidate("low-frequencies", "frequencies log-uniform from 0.001 to π", **_down_to(1e-3)),
+    candidate("lower-frequencies", "frequencies log-uniform from 0.0001 to π", **_down_to(1e-4)),
     candidate(
         "low-and-slow",
         "frequencies log-uniform from 0.001 to π, time constants up to 4,000 tokens",
         decay_range=(2.5e-4, 1.0),
-        frequency_init="log_uniform",
-        frequency_range=(1e-3, 3.14159),
+        **_down_to(1e-3),
     ),
-    candidate(
-        "lowish-frequencies",
-        "frequencies log-uniform from 0.01 to π",
-        frequency_init="log_uniform",
-        frequency_range=(1e-2, 3.14159),
-    ),
+    candidate("lowish-frequencies", "frequencies log-uniform from 0.01 to π", **_down_to(1e-2)),
     candidate(
         "half-low-frequencies",
         "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.01 to 0.3",
