@@ -37,10 +37,10 @@ class StateSpaceConfig:
     """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
     """Range of −Re λ at the start, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
-    frequency_init: Literal["log_normal", "log_uniform", "mixed", "linear", "skew_hippo"] = "log_uniform"
+    frequency_init: Literal["log_normal", "log_uniform", "mixed", "linear", "skew_hippo"] = "mixed"
     """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
     Skew-HiPPO's (DSS)."""
-    frequency_range: tuple[float, float] = (1e-3, 3.14159)
+    frequency_range: tuple[float, float] = (1e-2, 0.3)
     """Range of Im λ at the start, in radians a token."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
     """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
