@@ -59,7 +59,7 @@ def test_results_are_read_without_their_corpora(folder: Path) -> None:
     assert results.corpora() == ["books"]
     assert [run.config.seed for run, _ in results.of("books", "gss")] == [0, 1]
     # The default start is GSS itself; another is not.
-    assert [kept["system"] for _, kept in results.of("books", "init-low-frequencies")] == ["gss", "gss"]
+    assert [kept["system"] for _, kept in results.of("books", "init-half-low-frequencies")] == ["gss", "gss"]
     assert len(results.of("books", "init-1-100")) == 1
     assert not results.stale()
 

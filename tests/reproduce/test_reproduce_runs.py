@@ -76,14 +76,14 @@ def test_a_run_that_is_the_same_under_another_name_is_not_run_again(corpus: Corp
     def of(name: str, seed: int = 0) -> Run:
         return run_of(EVERY[name], SCALES["small"], corpus, seed)
 
-    gss, same, other = map(of, ("gss", "init-low-frequencies", "init-loud"))
+    gss, same, other = map(of, ("gss", "init-half-low-frequencies", "init-loud"))
     shelf = Shelf(tmp_path)
     shelf.put(gss, made_up(gss))
     kept = shelf.find(same)
     assert kept is not None
     assert kept["system"] == "gss"
     assert shelf.find(other) is None
-    assert shelf.find(of("init-low-frequencies", seed=1)) is None
+    assert shelf.find(of("init-half-low-frequencies", seed=1)) is None
 
 
 def test_results_of_other_settings_are_refused(finished: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_every_candidate_resolves(system: str) -> None:
 
 
 def test_one_of_the_starts_is_the_default() -> None:
-    for model, name in (("gss", "init-low-frequencies"), ("gss-hybrid", "init-hybrid-low-frequencies")):
+    for model, name in (("gss", "init-half-low-frequencies"), ("gss-hybrid", "init-hybrid-half-low-frequencies")):
         default = run_of(SYSTEMS[model], SCALES["small"], BOOKS).config
         assert run_of(EVERY[name], SCALES["small"], BOOKS).config == default
     assert len(INITIALISATIONS) >= 6

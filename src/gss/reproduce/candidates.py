@@ -2,7 +2,7 @@
 
 A time constant is −1/Re λ, the tokens after which a mode has faded to 1/e; a frequency is Im λ, in radians a token.
 That one has time constants log-uniform from 1 to 1,000 tokens, frequencies exp(N(0,1)), and C scaled so that every mode
-adds the same energy to the kernel. `low-frequencies` came out best and is the library's default.
+adds the same energy to the kernel. `half-low-frequencies` came out best and is the library's default.
 """
 
 from collections.abc import Mapping
@@ -64,6 +64,13 @@ INITIALISATIONS: tuple[Start, ...] = (
     candidate(
         "half-low-frequencies",
         "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.01 to 0.3",
+        frequency_init="mixed",
+        frequency_range=(1e-2, 0.3),
+    ),
+    candidate(
+        "half-low-and-slow",
+        "the same, time constants up to 4,000 tokens",
+        decay_range=(2.5e-4, 1.0),
         frequency_init="mixed",
         frequency_range=(1e-2, 0.3),
     ),

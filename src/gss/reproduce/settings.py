@@ -84,8 +84,7 @@ _ADAMW = {
 _FEW_STEPS = {"optimizer.learning_rate": 1.6e-3, "optimizer.embedding_factor": EMBEDDING_FACTOR}
 # What the block-recurrent models are trained with at every scale.
 _LANES = {"batching": "lanes"}
-# The released configuration's of the Block-Recurrent Transformers: see configs/block-recurrent.toml. It is made for
-# long runs: a step is about a hundredth of a matrix's usual entry.
+# The released configuration's of the Block-Recurrent Transformers: see configs/block-recurrent.toml.
 _ADAFACTOR = {
     **_LANES,
     "optimizer.name": "adafactor",
@@ -127,7 +126,7 @@ SCALES: dict[str, Scale] = {
             },
             recipes={
                 "adamw": {**_ADAMW, **_FEW_STEPS},
-                "block-recurrent": {**_ADAMW, **_LANES, **_FEW_STEPS},
+                "block-recurrent": {**_ADAFACTOR, "optimizer.embedding_factor": 1.0},
             },
         ),
         Scale(
@@ -219,12 +218,16 @@ def _rates() -> tuple[System, ...]:
         settings = {"optimizer.embedding_factor": factor}
         changes[f"embedding-{factor:g}"] = (f"embedding's rate × {factor:g}", settings)
     changes["modes"] = ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3})
-    changes["adafactor"] = ("Adafactor as released", {**_ADAFACTOR, "optimizer.embedding_factor": 1.0})
-    usual = tuple(name for name in changes if name != "adafactor")
+    usual = tuple(changes)
+    changes["adamw"] = ("AdamW, rate 0.0016", {**_ADAMW, **_LANES, **_FEW_STEPS})
+    for rate in (0.01, 0.03):
+        settings = {**_ADAFACTOR, "optimizer.learning_rate": rate, "optimizer.embedding_factor": 1.0}
+        changes[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", settings)
+    optimizers = tuple(name for name in changes if name not in usual)
     asked = {
         "transformer": tuple(name for name in usual if name != "modes"),
         **dict.fromkeys(("dss", "gss", "gss-hybrid"), usual),
-        **dict.fromkeys(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), ("0.0016", "adafactor")),
+        **dict.fromkeys(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), optimizers),
     }
     return tuple(
         replace(SYSTEMS[of], name=f"{of}-{name}", label=f"{SYSTEMS[of].label}, {label}", settings=settings)
@@ -286,7 +289,7 @@ TARGETS: dict[str, Target] = {
         Target(
             name="init-hybrid",
             title="How the hybrid's state spaces start",
-            systems=_starts("gss-hybrid", ("1-1000", "low-frequencies")),
+            systems=_starts("gss-hybrid", ("1-1000", "half-low-frequencies")),
             layout="candidates",
         ),
         Target(
