@@ -14,7 +14,7 @@ run: $(READY)
 	$(BIN)/gss quickstart
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto -m "not soak"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak"
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n auto -m soak
