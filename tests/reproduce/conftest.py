@@ -66,8 +66,8 @@ def quick_runs(target: str, corpus: Corpus, *only: str, steps: int = 6, **option
 
 def made_up(run: Run, **changes: Any) -> dict[str, Any]:
     """A result with round figures, for tables and shelves."""
-    layer = {"layer": "1", "quantiles": {"0.95": 700.0}, "share_over": {"1000": 0.0}}
-    after = {"layer": "1", "quantiles": {"0.95": 900.0}, "share_over": {"1000": 0.02}}
+    layer = {"layer": "1", "quantiles": {"0.5": 30.0, "0.75": 150.0, "0.95": 700.0}, "share_over": {"1000": 0.0}}
+    after = {"layer": "1", "quantiles": {"0.5": 25.0, "0.75": 120.0, "0.95": 900.0}, "share_over": {"1000": 0.02}}
     bits = {"bits_per_byte": None, "bits_per_raw_byte": 1.25, "bits_per_given_back_byte": 1.5}
     positions = [{"start": start, "stop": 2 * start, "tokens": 9, "loss": 3.5} for start in (16, 32)]
     row = {"perplexity": 32.0, "loss": 3.4657, "by_position": positions, **bits}

@@ -19,7 +19,7 @@ _CAPTIONS = {
     "init": "Perplexity of every start, and time constants by layer before and after training",
 }
 _MARKERS = ("o", "^")  # after eight colours
-_BEST = 2  # starts whose layers are shown
+_QUANTILES = {"0.95": "5%", "0.75": "25%", "0.5": "half"}  # of a layer's time constants; how many modes exceed them
 
 
 def draw_page(results: Collection) -> dict[str, bytes]:
@@ -63,7 +63,7 @@ def _speed(results: Collection, names: Sequence[str]) -> "Figure | None":
             if name in systems:
                 look = {"color": run_colour(index), "marker": _MARKERS[index // 8 % len(_MARKERS)], "linestyle": ""}
                 axes.plot(*systems[name], label=SYSTEMS[name].label, **look)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.1 * max(rate for rate, _ in systems.values()))
         axes.xaxis.set_major_formatter(FuncFormatter(tokens))
         axes.set_xlabel("training tokens a second")
         axes.set_ylabel(f"perplexity on {corpus}, 4k")
@@ -78,7 +78,7 @@ def _legend(axes: "Axes") -> tuple[list[Any], list[str]]:
 
 
 def _init(results: Collection) -> "Figure | None":
-    """Every start's perplexity, a dot a seed, best first; and the layers' time constants of the best."""
+    """Every start's perplexity, a dot a seed, best first; and the time constants of the best by layer."""
     from matplotlib.figure import Figure
 
     corpus = next(iter(results.corpora()), "")
@@ -103,19 +103,20 @@ def _init(results: Collection) -> "Figure | None":
     if max(means.values()) > 2 * min(means.values()):
         log_axis(left, "x")
     left.legend()
-    for index, name in enumerate(order[:_BEST]):
-        _layers(right, rows[name][0][1], name.removeprefix("init-"), run_colour(index))
-    log_axis(right, "y")
-    right.set_xlabel("layer")
-    right.set_ylabel("slow time constant (tokens)")
-    right.legend()
+    _layers(right, rows[order[0]][0][1])
+    right.set_title(f"{order[0].removeprefix('init-')}, before (dashed) and after", fontsize="medium", loc="left")
     return figure
 
 
-def _layers(axes: "Axes", kept: Record, label: str, colour: str) -> None:
-    """The time constant that 5% of each layer's modes exceed: dashed before training, solid after."""
-    look: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3}
-    for when, line in (("start", "--"), ("end", "-")):
-        values = [part["quantiles"]["0.95"] for part in kept["time_constants"][when]]
-        text = f"{label}, {'before' if when == 'start' else 'after'}"
-        axes.plot(range(1, len(values) + 1), values, line, label=text, **look)
+def _layers(axes: "Axes", kept: Record) -> None:
+    """The time constants that so many of each layer's modes exceed, before training and after."""
+    for index, (quantile, share) in enumerate(_QUANTILES.items()):
+        for when, line in (("start", "--"), ("end", "-")):
+            values = [part["quantiles"][quantile] for part in kept["time_constants"][when]]
+            label = f"{share} slower" if when == "end" else "_"  # matplotlib leaves such a label out
+            axes.plot(range(1, len(values) + 1), values, line, color=run_colour(index), label=label)
+    axes.set_ylim(bottom=1)
+    log_axis(axes, "y")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("time constant (tokens)")
+    axes.legend(loc="lower center", ncols=len(_QUANTILES))

@@ -211,19 +211,25 @@ RATES = (6.4e-3, 3.2e-3, 1.6e-3, 8e-4)
 
 
 def _rates() -> tuple[System, ...]:
-    changes: dict[str, tuple[str, Settings]] = {
-        f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES
+    usual: dict[str, tuple[str, Settings]] = {
+        **{f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES},
+        **{
+            f"embedding-{factor:g}": (f"embedding's rate × {factor:g}", {"optimizer.embedding_factor": factor})
+            for factor in (1.0, EMBEDDING_FACTOR / 2)
+        },
+        "modes": ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3}),
     }
-    for factor in (1.0, EMBEDDING_FACTOR / 2):
-        settings = {"optimizer.embedding_factor": factor}
-        changes[f"embedding-{factor:g}"] = (f"embedding's rate × {factor:g}", settings)
-    changes["modes"] = ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3})
-    usual = tuple(changes)
-    changes["adamw"] = ("AdamW, rate 0.0016", {**_ADAMW, **_LANES, **_FEW_STEPS})
-    for rate in (0.01, 0.03):
-        settings = {**_ADAFACTOR, "optimizer.learning_rate": rate, "optimizer.embedding_factor": 1.0}
-        changes[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", settings)
-    optimizers = tuple(name for name in changes if name not in usual)
+    optimizers: dict[str, tuple[str, Settings]] = {
+        "adamw": ("AdamW, rate 0.0016", {**_ADAMW, **_LANES, **_FEW_STEPS}),
+        **{
+            f"adafactor-{rate:g}": (
+                f"Adafactor, rate {rate:g}",
+                {**_ADAFACTOR, "optimizer.learning_rate": rate, "optimizer.embedding_factor": 1.0},
+            )
+            for rate in (0.01, 0.03)
+        },
+    }
+    changes = {**usual, **optimizers}
     asked = {
         "transformer": tuple(name for name in usual if name != "modes"),
         **dict.fromkeys(("dss", "gss", "gss-hybrid"), usual),
