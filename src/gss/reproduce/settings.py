@@ -220,7 +220,13 @@ def _rates() -> tuple[System, ...]:
         "modes": ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3}),
     }
     optimizers: dict[str, tuple[str, Settings]] = {
-        "adamw": ("AdamW, rate 0.0016", {**_ADAMW, **_LANES, **_FEW_STEPS}),
+        **{
+            f"adamw-{rate:g}": (
+                f"AdamW, rate {rate:g}",
+                {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate},
+            )
+            for rate in RATES[2:]
+        },
         **{
             f"adafactor-{rate:g}": (
                 f"Adafactor, rate {rate:g}",
