@@ -210,42 +210,35 @@ RATES = (6.4e-3, 3.2e-3, 1.6e-3, 8e-4)
 """The paper's grid of learning rates."""
 
 
-def _rates() -> tuple[System, ...]:
-    usual: dict[str, tuple[str, Settings]] = {
-        **{f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES},
-        **{
-            f"embedding-{factor:g}": (f"embedding's rate × {factor:g}", {"optimizer.embedding_factor": factor})
-            for factor in (1.0, EMBEDDING_FACTOR / 2)
-        },
-        "modes": ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3}),
-    }
-    optimizers: dict[str, tuple[str, Settings]] = {
-        **{
-            f"adamw-{rate:g}": (
-                f"AdamW, rate {rate:g}",
-                {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate},
-            )
-            for rate in RATES[2:]
-        },
-        **{
-            f"adafactor-{rate:g}": (
-                f"Adafactor, rate {rate:g}",
-                {**_ADAFACTOR, "optimizer.learning_rate": rate, "optimizer.embedding_factor": 1.0},
-            )
-            for rate in (0.01, 0.03)
-        },
-    }
-    changes = {**usual, **optimizers}
-    asked = {
-        "transformer": tuple(name for name in usual if name != "modes"),
-        **dict.fromkeys(("dss", "gss", "gss-hybrid"), usual),
-        **dict.fromkeys(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), optimizers),
-    }
+def _changed(names: Sequence[str], changes: Mapping[str, tuple[str, Settings]]) -> tuple[System, ...]:
+    """Each of these systems with each of the changes: what its name ends with, its label's end, settings."""
     return tuple(
-        replace(SYSTEMS[of], name=f"{of}-{name}", label=f"{SYSTEMS[of].label}, {label}", settings=settings)
-        for of, names in asked.items()
+        replace(SYSTEMS[name], name=f"{name}-{end}", label=f"{SYSTEMS[name].label}, {label}", settings=settings)
         for name in names
-        for label, settings in [changes[name]]
+        for end, (label, settings) in changes.items()
+    )
+
+
+def _rates() -> tuple[System, ...]:
+    grid: dict[str, tuple[str, Settings]] = {
+        f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES
+    }
+    for factor in (1.0, EMBEDDING_FACTOR / 2):
+        slower: Settings = {"optimizer.embedding_factor": factor}
+        grid[f"embedding-{factor:g}"] = (f"embedding's rate × {factor:g}", slower)
+    modes = {"modes": ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3})}
+
+    optimizers: dict[str, tuple[str, Settings]] = {}
+    for rate in RATES[2:]:
+        adamw: Settings = {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate}
+        optimizers[f"adamw-{rate:g}"] = (f"AdamW, rate {rate:g}", adamw)
+    for rate in (0.01, 0.03):
+        adafactor: Settings = {**_ADAFACTOR, "optimizer.embedding_factor": 1.0, "optimizer.learning_rate": rate}
+        optimizers[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", adafactor)
+    return (
+        *_changed(("transformer",), grid),
+        *_changed(("dss", "gss", "gss-hybrid"), {**grid, **modes}),
+        *_changed(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), optimizers),
     )
 
 
