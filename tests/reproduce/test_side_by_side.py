@@ -1,0 +1,90 @@
+"""`benchmarks/side_by_side.py`: reads plans, runs their lines several at a time, and leaves out what is done."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gss.reproduce.settings import SCALES, TARGETS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WRITES = """
+import json, pathlib, sys
+folder, name, tokens = sys.argv[1:]
+(pathlib.Path(folder) / "results" / name).write_text(json.dumps({"tokens": int(tokens)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("side_by_side", BENCHMARKS / "side_by_side.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(folder: Path, seconds: float = 600) -> argparse.Namespace:
+    paths = {name: folder / name for name in ("data", "results", "work")}
+    return argparse.Namespace(**paths, seconds=seconds, scale="small", set=[], commit="abc1234")
+
+
+def test_a_plan_is_read(script: ModuleType) -> None:
+    first, second = script.parsed("table1 gss books  # the first\n\nalone init init-loud books 0,1 2621440\n")
+    assert (first.target, first.system, first.corpus, first.seeds, first.alone) == (
+        "table1",
+        "gss",
+        "books",
+        "0",
+        False,
+    )
+    assert (second.seeds, second.tokens, second.alone) == ("0,1", "2621440", True)
+    with pytest.raises(ValueError, match="line 2: write TARGET SYSTEM CORPUS"):
+        script.parsed("table1 gss books\ntable1 gss\n")
+
+
+def test_the_plan_of_the_results_names_what_there_is(script: ModuleType) -> None:
+    for line in script.parsed((BENCHMARKS / "tables.plan").read_text(encoding="utf-8")):
+        assert line.system in {system.name for system in TARGETS[line.target].systems}
+
+
+def test_lines_run_and_what_is_done_is_left_out(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(_: Any, line: Any, out: Path, __: float) -> list[str]:
+        name = f"{line.corpus}.{line.system}.small.800steps.seed{line.seeds}.json"
+        return [sys.executable, "-c", WRITES, str(out), name, str(SCALES["small"].tokens)]
+
+    monkeypatch.setattr(script.Work, "command", command)
+    work = script.Work(arguments(tmp_path))
+    lines = script.parsed("table1 gss books\ntable1 dss books 1\ntable1 gss books 0 1024")
+    work.results.mkdir()
+    assert not any(map(work.is_done, lines))
+    work.go(lines[:2], jobs=2)
+    assert [work.is_done(line) for line in lines] == [True, True, False]  # the third has other tokens
+    assert len(list(work.results.iterdir())) == 2
+
+
+def test_nothing_starts_when_the_time_is_over(script: ModuleType, tmp_path: Path) -> None:
+    work = script.Work(arguments(tmp_path, seconds=20))
+    work.go(script.parsed("table1 gss books"), jobs=1)
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_a_line_becomes(script: ModuleType, tmp_path: Path) -> None:
+    shared, alone = script.parsed("table1 gss books 0,1\nalone table2 rec-fixed-skip books 0 2621440")
+    work = script.Work(arguments(tmp_path))
+    words = work.command(shared, tmp_path / "out", 100.0)
+    assert words[1:6] == ["-m", "gss", "reproduce", "table1", "--scale"]
+    assert {"--shared", "--partial"} <= set(words)
+    assert words[words.index("--seeds") + 1] == "0,1"
+    for_speed = work.command(alone, tmp_path / "out", 100.0)
+    assert "--shared" not in for_speed
+    assert for_speed[for_speed.index("--tokens") + 1] == "2621440"
+    assert "--evaluate-tokens" in for_speed
