@@ -107,7 +107,7 @@ SCALES: dict[str, Scale] = {
             recipes={
                 # Narrow models take, and want, more than the paper's rate.
                 "adamw": {**_ADAMW, "optimizer.learning_rate": 8e-3},
-                "block-recurrent": {**_ADAMW, **_LANES, "optimizer.learning_rate": 8e-3},
+                "block-recurrent": {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
             },
         ),
         Scale(
@@ -232,7 +232,7 @@ def _rates() -> tuple[System, ...]:
     for rate in RATES[2:]:
         adamw: Settings = {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate}
         optimizers[f"adamw-{rate:g}"] = (f"AdamW, rate {rate:g}", adamw)
-    for rate in (0.01, 0.03):
+    for rate in (0.01, 0.03, 0.1):
         adafactor: Settings = {**_ADAFACTOR, "optimizer.embedding_factor": 1.0, "optimizer.learning_rate": rate}
         optimizers[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", adafactor)
     return (
