@@ -37,14 +37,8 @@ def arguments(folder: Path, seconds: float = 600) -> argparse.Namespace:
 
 def test_a_plan_is_read(script: ModuleType) -> None:
     first, second = script.parsed("table1 gss books  # the first\n\nalone init init-loud books 0,1 2621440\n")
-    assert (first.target, first.system, first.corpus, first.seeds, first.alone) == (
-        "table1",
-        "gss",
-        "books",
-        "0",
-        False,
-    )
-    assert (second.seeds, second.tokens, second.alone) == ("0,1", "2621440", True)
+    assert first == script.Line("table1", "gss", "books", seeds="0", tokens="", alone=False)
+    assert second == script.Line("init", "init-loud", "books", seeds="0,1", tokens="2621440", alone=True)
     with pytest.raises(ValueError, match="line 2: write TARGET SYSTEM CORPUS"):
         script.parsed("table1 gss books\ntable1 gss\n")
 

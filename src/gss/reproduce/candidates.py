@@ -43,6 +43,8 @@ _FIRST: dict[str, Any] = {
     "readout_init": "equal_energy",
 }
 
+_HALF_LOW: dict[str, Any] = {"frequency_init": "mixed", "frequency_range": (1e-2, 0.3)}
+
 INITIALISATIONS: tuple[Start, ...] = (
     candidate("1-1000", "time constants of 1 to 1,000 tokens, exp(N(0,1)), equal energy"),
     # Ranges of Re λ.
@@ -64,15 +66,13 @@ INITIALISATIONS: tuple[Start, ...] = (
     candidate(
         "half-low-frequencies",
         "frequencies of one half exp(N(0,1)), of the other log-uniform from 0.01 to 0.3",
-        frequency_init="mixed",
-        frequency_range=(1e-2, 0.3),
+        **_HALF_LOW,
     ),
     candidate(
         "half-low-and-slow",
-        "the same, time constants up to 4,000 tokens",
+        "half-low-frequencies with time constants up to 4,000 tokens",
         decay_range=(2.5e-4, 1.0),
-        frequency_init="mixed",
-        frequency_range=(1e-2, 0.3),
+        **_HALF_LOW,
     ),
     candidate("even-frequencies", "frequencies 2π(n+½)/N", frequency_init="linear"),
     # The energy of slow modes.

@@ -115,7 +115,7 @@ def _layers(axes: "Axes", kept: Record) -> None:
             values = [part["quantiles"][quantile] for part in kept["time_constants"][when]]
             label = f"{share} slower" if when == "end" else "_"  # matplotlib leaves such a label out
             axes.plot(range(1, len(values) + 1), values, line, color=run_colour(index), label=label)
-    axes.set_ylim(bottom=1)
+    axes.set_ylim(bottom=1)  # room for the legend below the lines
     log_axis(axes, "y")
     axes.set_xlabel("layer")
     axes.set_ylabel("time constant (tokens)")

@@ -88,6 +88,7 @@ _LANES = {"batching": "lanes"}
 _ADAFACTOR = {
     **_LANES,
     "optimizer.name": "adafactor",
+    "optimizer.embedding_factor": 1.0,
     "optimizer.schedule": "cosine",
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": 1.0,
@@ -126,7 +127,7 @@ SCALES: dict[str, Scale] = {
             },
             recipes={
                 "adamw": {**_ADAMW, **_FEW_STEPS},
-                "block-recurrent": {**_ADAFACTOR, "optimizer.embedding_factor": 1.0},
+                "block-recurrent": _ADAFACTOR,
             },
         ),
         Scale(
@@ -233,7 +234,7 @@ def _rates() -> tuple[System, ...]:
         adamw: Settings = {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate}
         optimizers[f"adamw-{rate:g}"] = (f"AdamW, rate {rate:g}", adamw)
     for rate in (0.01, 0.03, 0.1):
-        adafactor: Settings = {**_ADAFACTOR, "optimizer.embedding_factor": 1.0, "optimizer.learning_rate": rate}
+        adafactor: Settings = {**_ADAFACTOR, "optimizer.learning_rate": rate}
         optimizers[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", adafactor)
     return (
         *_changed(("transformer",), grid),
