@@ -74,6 +74,16 @@ def test_settings_do_not_depend_on_the_corpus() -> None:
             assert [run.config for run in books] == [run.config for run in code]
 
 
+def test_a_model_has_the_rate_that_was_chosen_for_it() -> None:
+    models = {system.model for system in SYSTEMS.values()}
+    for scale in SCALES.values():
+        assert scale.rates.keys() <= models
+        for model, rate in scale.rates.items():
+            assert run_of(SYSTEMS[model], scale, BOOKS).config.optimizer.learning_rate == rate
+    tried = run_of(EVERY["transformer-0.0008"], SCALES["small"], BOOKS)
+    assert tried.config.optimizer.learning_rate == 8e-4
+
+
 def test_corpora_of_the_paper() -> None:
     assert paper_corpus("books-own") == "PG-19"
     assert paper_corpus("anything") is None

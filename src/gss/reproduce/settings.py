@@ -46,6 +46,8 @@ class Scale:
     """Of every run."""
     recipes: Mapping[str, Settings]
     """By the names that systems ask for."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Models whose learning rate, chosen on books, is another than their recipe's."""
     evaluate_bytes: int | None = None
     """Held-out documents are scored from the first on, whole, until their text has so many bytes: the same text for
     every vocabulary. None: all of them."""
@@ -129,6 +131,7 @@ SCALES: dict[str, Scale] = {
                 "adamw": {**_ADAMW, **_FEW_STEPS},
                 "block-recurrent": _ADAFACTOR,
             },
+            rates={"transformer": 3.2e-3},
         ),
         Scale(
             name="paper",
@@ -340,9 +343,11 @@ def preset_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
     """Every setting of a system at a scale, as changes to the defaults; later ones win. `corpus` as above."""
+    rate = {"optimizer.learning_rate": scale.rates[system.model]} if system.model in scale.rates else {}
     return {
         **scale.settings,
         **scale.recipes[system.recipe],
+        **rate,
         **(scale.corpora.get(corpus or "", {}) if system.recipe == "adamw" else {}),
         **system.settings,
     }
