@@ -97,7 +97,9 @@ def test_a_run_beside_others_has_the_speed_of_one_that_was_alone(tmp_path: Path)
         run = run_of(EVERY[system], SCALES["small"], BOOKS, 0, tokens)
         shelf.put(run, scored(run, 50.0, tokens_per_second=speed, shared=speed is None))
     found = read_results(tmp_path)
-    parts = sections(found, Collection(found, "small"), "")
+    results = Collection(found, "small")
+    assert "table1, books, alone on the GPU for its speed: DSS" in missing(results)
+    parts = sections(found, results, "")
     rows = [line.split("|") for line in parts["table1"]().splitlines() if line.startswith("| books")]
     assert {row[2].strip(): row[5].strip() for row in rows} == {"Transformer": "–", "DSS": "–", "GSS": "900,000"}
     assert [line.split("|")[6].strip() for line in parts["runs"]().splitlines()[2:]] == ["shared", "900,000", "shared"]
@@ -116,9 +118,13 @@ def test_settings_that_have_moved_are_left_out(folder: Path, tmp_path: Path) -> 
     kept = json.loads(path.read_text())
     kept["config"]["optimizer"]["learning_rate"] = 0.5
     (tmp_path / path.name).write_text(json.dumps(kept))
-    results = Collection(read_results(tmp_path), "small")
+    found = read_results(tmp_path)
+    results = Collection(found, "small")
     assert not results.of("books", "dss")
-    assert any("other settings than today" in line and "books.dss" in line for line in missing(results))
+    assert "table1, books: Transformer, DSS, GSS" in missing(results)
+    *_, last = sections(found, results, "")["runs"]().splitlines()
+    assert "other settings than today" in last
+    assert kept["name"] in last
 
 
 def test_the_page_of_this_repository_can_be_filled(folder: Path, tmp_path: Path) -> None:

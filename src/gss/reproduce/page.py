@@ -9,7 +9,7 @@ Prose around the markers stays. Works with any subset of the runs; what is missi
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gss.report.files import replace
@@ -78,7 +78,7 @@ def sections(found: Found, results: Collection, pictures: str) -> dict[str, Call
         "init-hybrid": lambda: _by_tokens("init-hybrid", results),
         "rates": lambda: _by_tokens("rates", results),
         "figures": lambda: pictures,
-        "runs": lambda: _runs(found),
+        "runs": lambda: _runs(found, results.stale()),
         "commands": lambda: _commands(found),
     }
 
@@ -98,14 +98,16 @@ def _expected(target: str, results: Collection) -> Iterator[tuple[str, str]]:
 
 
 def missing(results: Collection) -> list[str]:
-    """Runs that the page is to have and has not, a line a table and corpus; results that do not count any more."""
+    """Runs that the page is to have and has not, a line a table and corpus."""
     lines = []
     for target in ("table1", "table2"):
         for corpus in dict.fromkeys(corpus for corpus, _ in _expected(target, results)):
             names = [name for where, name in _expected(target, results) if where == corpus]
-            labels = [SYSTEMS[name].label for name in names if not results.of(corpus, name)]
-            if labels:
-                lines.append(f"{target}, {corpus}: {', '.join(labels)}")
+            runs = {SYSTEMS[name].label: results.of(corpus, name) for name in names}
+            labels = [label for label, found in runs.items() if not found]
+            timeless = [label for label, found in runs.items() if found and not found[0][1]["tokens_per_second"]]
+            lines += [f"{target}, {corpus}: {', '.join(labels)}"] if labels else []
+            lines += [f"{target}, {corpus}, alone on the GPU for its speed: {', '.join(timeless)}"] if timeless else []
     corpora = list(dict.fromkeys(corpus for corpus, _ in _expected("table1", results)))
     books, by_text = corpora[0], _by_text(results)
     starts = [s.label for s in TARGETS["init"].systems if not results.of(books, s.name)]
@@ -114,8 +116,6 @@ def missing(results: Collection) -> list[str]:
     for corpus in corpora:
         if len({run.corpus.name for run, _ in by_text.get(corpus, [])}) < 2:
             lines.append(f"vocabulary, {corpus}: GSS on the same text with a second vocabulary")
-    if results.stale():
-        lines.append(f"made with other settings than today's, so only among the runs: {', '.join(results.stale())}")
     return lines
 
 
@@ -188,8 +188,8 @@ def _vocabulary(results: Collection) -> str:
     return "\n\n".join([markdown(*table(TARGETS["vocabulary"], part)), f"- {notes(TARGETS['vocabulary'], part)[0]}"])
 
 
-def _runs(found: Found) -> str:
-    """Every kept run, whatever its scale and settings."""
+def _runs(found: Found, stale: Sequence[str]) -> str:
+    """Every kept run, whatever its scale and settings; those whose settings have moved since are named."""
     header = [
         "run",
         "params",
@@ -227,7 +227,11 @@ def _runs(found: Found) -> str:
                 kept["date"][:10],
             ]
         )
-    return markdown(header, rows) if rows else "Not run yet."
+    if not rows:
+        return "Not run yet."
+    names = ", ".join(f"`{name}`" for name in stale)
+    moved = [f"Made with other settings than today's, so in no table above: {names}."] if stale else []
+    return "\n\n".join([markdown(header, rows), *moved])
 
 
 def _commands(found: Found) -> str:
