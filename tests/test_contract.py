@@ -47,8 +47,8 @@ def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_and_pieces_at_16384(family: str, dtype: torch.dtype) -> None:
     """Logits and gradients; the pieces end in a hundred single steps."""
-    once = {"depth": 1} if family == "transformer" else {}  # all pairs of positions take their time
-    model = gss.build_model(small_config(family, **once)).to(dtype)
+    shallow = {"depth": 1} if family == "transformer" else {}  # all pairs of positions take their time
+    model = gss.build_model(small_config(family, **shallow)).to(dtype)
     tokens = torch.randint(0, 61, (1, 16_384))
     sizes = [*random_sizes(16_284, 6000, random.Random(0)), *[1] * 100]
     assert_same(run(model, tokens, sizes), run(model, tokens, [16_384]), TOLERANCE[dtype])

@@ -105,9 +105,9 @@ def missing(results: Collection) -> list[str]:
             names = [name for where, name in _expected(target, results) if where == corpus]
             runs = {SYSTEMS[name].label: results.of(corpus, name) for name in names}
             labels = [label for label, found in runs.items() if not found]
-            timeless = [label for label, found in runs.items() if found and not found[0][1]["tokens_per_second"]]
+            untimed = [label for label, found in runs.items() if found and not found[0][1]["tokens_per_second"]]
             lines += [f"{target}, {corpus}: {', '.join(labels)}"] if labels else []
-            lines += [f"{target}, {corpus}, alone on the GPU for its speed: {', '.join(timeless)}"] if timeless else []
+            lines += [f"{target}, {corpus}, alone on the GPU for its speed: {', '.join(untimed)}"] if untimed else []
     corpora = list(dict.fromkeys(corpus for corpus, _ in _expected("table1", results)))
     books, by_text = corpora[0], _by_text(results)
     starts = [s.label for s in TARGETS["init"].systems if not results.of(books, s.name)]
