@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put("init-1-100", 53.0, 54.0, 800_000.0)
     put("gss", 46.0, 45.0, 800_000.0, tokens=2 * 104_857_600)
     put("gss", 48.0, 47.0, 800_000.0, corpus=OWN)
+    put("rec-fixed-skip-adafactor-0.03", 900.0, 300_000.0, tokens=2_621_440)  # one way alone: no row of `rates`
     return shelf.folder
 
 
@@ -85,7 +86,7 @@ def test_the_answers(folder: Path) -> None:
     assert len({len(line) for line in parts["table2"].splitlines() if line.startswith("|")}) == 1
     assert "| GSS (2 seeds) " in parts["table1"]
     assert "GSS-Hybrid" in parts["headline"]
-    assert parts["runs"].count("\n") == 1 + 9
+    assert parts["runs"].count("\n") == 1 + 10
     assert "abc1234" in parts["runs"]
     assert "gss reproduce table1" in parts["commands"]
 

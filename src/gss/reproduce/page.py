@@ -9,6 +9,7 @@ Prose around the markers stays. Works with any subset of the runs; what is missi
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -160,10 +161,10 @@ def _by_tokens(name: str, results: Collection) -> str:
         part: list[tuple[Run, Record]] = []
         for corpus in results.corpora():
             there = [entry for system in target.systems for entry in results.of(corpus, system.name, tokens)]
-            # A model's default alone, which every table has, is no comparison.
-            usual = {kept["name"] for run, _ in there for _, kept in results.of(corpus, run.system.model, tokens)}
-            models = {run.system.model for run, kept in there if kept["name"] not in usual}
-            part += [(run, kept) for run, kept in there if run.system.model in models]
+            # A model trained in one way is no comparison: a default that every table has, a short run for its speed.
+            ways = {(run.system.model, run.system.name) for run, _ in there}
+            several = {model for model, count in Counter(model for model, _ in ways).items() if count > 1}
+            part += [(run, kept) for run, kept in there if run.system.model in several]
         if part:
             parts += [f"{tokens:,} tokens:", markdown(*table(target, part))]
             parts += ["\n".join(f"- {note}" for note in notes(target, part))]

@@ -129,9 +129,9 @@ SCALES: dict[str, Scale] = {
             },
             recipes={
                 "adamw": {**_ADAMW, **_FEW_STEPS},
-                "block-recurrent": _ADAFACTOR,
+                "block-recurrent": {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
             },
-            rates={"transformer": 3.2e-3},
+            rates={"transformer": 3.2e-3, "dss": 3.2e-3},
         ),
         Scale(
             name="paper",
