@@ -20,7 +20,7 @@ from tests.comparing import relative_error
 
 pytest.importorskip("triton")
 from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, own_powers, powers, scan, stream, taps, transpose
+from gss.ops.gpu import cross_entropy, fft, gate, long, own_powers, powers, scan, stream, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -197,42 +197,55 @@ def test_states_pass_from_row_to_row() -> None:
     compare([torch.view_as_real(t) for t in found], [torch.view_as_real(t) for t in expected], 1e-5)
 
 
-@pytest.mark.parametrize("how", ["in pieces", "carried", "whole"])
+@pytest.mark.parametrize(
+    ("form", "ends"),
+    [(form, ends) for form in ("plain", "general") for ends in ("alone", "before and after")]
+    + [("plain", "before"), ("plain", "after")],
+)
 @pytest.mark.parametrize(("batch", "length"), [(1, 2), (2, 300), (1, 1024), (2, 1300), (1, 1537)])
-def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 512, a rest, a state before and after, or one operation, against the recurrence in float64."""
-    carried, whole = how == "carried", how == "whole"
+def test_long_signals_in_rows(batch: int, length: int, form: str, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512, a rest, states at either end, in one operation or from pieces, against the recurrence in float64."""
     monkeypatch.setattr(fft, "LONGEST", 512)
+    keep = "after" in ends
     space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
-    parameters = dict(space.named_parameters())
     signal = torch.randn(batch, 3, length).half()
-    before = torch.randn(batch, 3, 24, 2) if carried else None
+    before = torch.randn(batch, 3, 24, 2) if "before" in ends else None
     weights = torch.randn(batch, 3, length), torch.randn(batch, 3, 24, 2) / length
 
     def scalar(y: Tensor, after: Tensor | None) -> Tensor:
         total = (y.double() * weights[0].to(y.device)).sum()
         return total if after is None else total + (after.double() * weights[1].to(y.device)).sum()
 
-    exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    exact = {name: p.detach().double().requires_grad_() for name, p in space.named_parameters()}
     transition, drive = reference.discretize(reference.eigenvalues(exact["log_decay"], exact["frequency"]))
     u = signal.double().requires_grad_()
-    start = None if before is None else torch.view_as_complex(before.double()).requires_grad_()
-    y, state = reference.recur(u.transpose(1, 2), torch.view_as_complex(exact["readout"]), transition, drive, start)
-    y = y.transpose(1, 2) + exact["skip"][:, None] * u
-    scalar(y, torch.view_as_real(state) if carried else None).backward()
+    start = None if before is None else before.double().requires_grad_()
+    y, state = reference.recur(
+        u.transpose(1, 2),
+        torch.view_as_complex(exact["readout"]),
+        transition,
+        drive,
+        None if start is None else torch.view_as_complex(start),
+    )
+    y, state = y.transpose(1, 2) + exact["skip"][:, None] * u, torch.view_as_real(state)
+    scalar(y, state if keep else None).backward()
 
     space = space.to(DEVICE)
     v = signal.to(DEVICE).requires_grad_()
-    if whole:
-        found, after = rows.mix_alone(v, space.log_decay, space.frequency, space.readout, space.skip, True), None
+    given = None if before is None else before.to(DEVICE).requires_grad_()
+    if form == "plain":
+        parameters = (space.log_decay, space.frequency, space.readout, space.skip, True)
+        found, after = rows.mix_plain(v, *parameters, given, keep)
     else:
-        found, after = space._mix_rows(v, None if before is None else before.to(DEVICE), carried)
+        found, after = space._mix_rows(v, given, keep)
+    assert (after is None) is not keep
     scalar(found, after).backward()
     pairs = {"y": (found, y), "u": (v.grad, u.grad)}
+    pairs |= {name: (parameter.grad, exact[name].grad) for name, parameter in space.named_parameters()}
     if after is not None:
-        pairs["state"] = (after, torch.view_as_real(state))
-    for name, parameter in space.named_parameters():
-        pairs[name] = (parameter.grad, exact[name].grad)
+        pairs["after"] = (after, state)
+    if given is not None and start is not None:
+        pairs["before"] = (given.grad, start.grad)
     for name, (a, b) in pairs.items():
         assert a is not None
         assert b is not None
@@ -241,23 +254,29 @@ def test_long_signals_in_rows(batch: int, length: int, how: str, monkeypatch: py
         assert relative_error(a.detach().cpu(), b.detach()) < tolerance, name
 
 
-@pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize(("batch", "length"), [(1, 2), (3, 300), (2, 1024), (1, 1537)])
-def test_reading_on(batch: int, length: int, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and the state after them, from a state or from nothing, against the recurrence in float64."""
-    monkeypatch.setattr(fft, "LONGEST", 512)
-    space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
-    signal = torch.randn(batch, 3, length).half()
-    before = torch.randn(batch, 3, 24, 2) if carried else None
-    parameters = [p.detach() for p in (space.log_decay, space.frequency, space.readout, space.skip)]
-    log_decay, frequency, readout, skip = (p.double() for p in parameters)
-    transition, drive = reference.discretize(reference.eigenvalues(log_decay, frequency))
-    start = None if before is None else torch.view_as_complex(before.double())
-    u = signal.double().transpose(1, 2)
-    y, state = reference.recur(u, torch.view_as_complex(readout), transition, drive, start)
-    state_before = None if before is None else before.to(DEVICE)
-    found, after = rows.read_on(signal.to(DEVICE), *(p.to(DEVICE) for p in parameters), True, state_before)
-    compare([found, after], [(y + skip * u).transpose(1, 2), torch.view_as_real(state)], HALF)
+def test_a_state_after_that_nothing_depends_on() -> None:
+    """As in lanes, where the next step's gradient does not reach back: the same as if it were not kept."""
+    space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space).to(DEVICE)
+    parameters = [space.log_decay, space.frequency, space.readout, space.skip]
+    signal, grad, state = draw(2, 3, 70, kind=torch.float16), draw(2, 3, 70), draw(2, 3, 24, 2)
+    found, expected = (
+        gradients(
+            lambda *inputs, keep=keep: rows.mix_plain(*inputs[:5], True, inputs[5], keep)[0],
+            [signal, *parameters, state],
+            grad,
+        )
+        for keep in (True, False)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_a_compiler_is_told_of_an_operation_with_states() -> None:
+    """Shapes, kinds and gradients without data, against what it does."""
+    space = DiagonalStateSpace(2, gss.preset("gss-tiny", state_space={"modes": 8}).state_space).to(DEVICE)
+    signal, state = draw(1, 2, 70, kind=torch.float16).requires_grad_(), draw(1, 2, 8, 2).requires_grad_()
+    parameters = (space.log_decay, space.frequency, space.readout, space.skip, True)
+    torch.library.opcheck(long.mix_long, (signal, *parameters, state, True), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])

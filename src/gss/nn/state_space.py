@@ -76,18 +76,15 @@ class DiagonalStateSpace(nn.Module):
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        """Channels first while the kernels work; quicker where no state comes in or goes out, as in training."""
+        """Channels first while the kernels work."""
         from gss.ops import rows
         from gss.ops.gpu.transpose import swapped
 
-        alone = state is None and not keep_state
         if self._plain_form:
             parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
-            if alone:
-                return swapped(rows.mix_alone(swapped(u), *parameters)), None
-            if not torch.is_grad_enabled():
-                y, after = rows.read_on(swapped(u), *parameters, state)
-                return swapped(y), after if keep_state else None
+            y, after = rows.mix_plain(swapped(u), *parameters, state, keep_state)
+            return swapped(y), after
+        alone = state is None and not keep_state
         if self.log_step is not None and not (alone and rows.fits(u.shape[1])):
             return self._mix(u, state, keep_state)  # a table of powers a channel would be too large
         y, after = self._mix_rows(swapped(u), state, keep_state)

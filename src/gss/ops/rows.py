@@ -10,14 +10,11 @@ from torch import Tensor
 
 from gss.ops.gpu import fft, powers
 from gss.ops.gpu.long import mix_long
-from gss.ops.gpu.reading import read_on
 from gss.ops.gpu.scan import scan
 from gss.ops.gpu.taps import taps
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import evaluate, project
-
-__all__ = ["fits", "mix", "mix_alone", "read_on"]
 
 
 def fits(length: int) -> bool:
@@ -25,23 +22,31 @@ def fits(length: int) -> bool:
     return length <= fft.LONGEST
 
 
-def mix_alone(
-    signal: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool
-) -> Tensor:
-    """y = D·u + K∗u for u [B, H, L] of 16 bits that begins from nothing and whose last state nobody wants.
+def mix_plain(
+    signal: Tensor,
+    log_decay: Tensor,
+    frequency: Tensor,
+    readout: Tensor,
+    skip: Tensor,
+    exponentiated: bool,
+    state: Tensor | None = None,
+    keep_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N, 2]; and the state after it.
 
     For the paper's form, from its parameters: operations that a compiler takes as they are, and few of them.
     """
     parameters = (log_decay, frequency, readout, skip, exponentiated)
-    if not fits(signal.shape[-1]):
-        return mix_long(signal, *parameters)[0]
-    return fft.convolve_rows(signal, taps(*parameters, fft.row_length(signal.shape[-1])))
+    if state is None and not keep_state and fits(signal.shape[-1]):
+        return fft.convolve_rows(signal, taps(*parameters, fft.row_length(signal.shape[-1]))), None
+    y, after, _ = mix_long(signal, *parameters, state, keep_state)
+    return y, after if keep_state else None
 
 
 def mix(
     signal: Tensor, readout: Tensor, log_a: Tensor, skip: Tensor, state: Tensor | None, keep_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N]; and the state after it.
+    """As `mix_plain` from general pieces, for any form; states are complex, [B, H, N].
 
     Channels with modes of their own are for signals of one row and without states: a table of powers each is large.
     """

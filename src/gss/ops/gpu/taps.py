@@ -79,12 +79,10 @@ def gradients_of(
     readout: Tensor,
     exponentiated: bool,
     by_weight: Tensor | None = None,
-    by_turn: Tensor | None = None,
     by_log: Tensor | None = None,
-    row: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the four parameters from the taps' gradient [H, T], and where states are carried as well from
-    those by w = C·B̄·Ā [H, 2, N], by Ā^row [2, N] and by λ itself [2, N].
+    those by w = C·B̄·Ā [H, 2, N] and by λ itself [2, N].
     """
     channels, length = grad.shape
     count = modes.shape[0]
@@ -98,8 +96,8 @@ def gradients_of(
     grad_decay, grad_frequency = (readout.new_empty(count) for _ in range(2))
     block = 8
     _gradients_kernel[(triton.cdiv(count, block),)](
-        sums, scale, readout, modes, drive, by_weight, by_turn, by_log, grad_readout, grad_decay, grad_frequency,
-        count, row, CHANNELS=channels, EXPONENTIATED=exponentiated, BN=block, BH=128, num_warps=4,
+        sums, scale, readout, modes, drive, by_weight, by_log, grad_readout, grad_decay, grad_frequency,
+        count, CHANNELS=channels, EXPONENTIATED=exponentiated, BN=block, BH=128, num_warps=4,
     )  # fmt: skip
     return grad_decay, grad_frequency, grad_readout, grad[:, 0].clone()
 
@@ -152,8 +150,8 @@ def _times(a_re, a_im, b_re, b_im):
 
 @triton.jit
 def _gradients_kernel(
-    sums, scale, readout, modes, drive, by_weight, by_turn, by_log, grad_readout, grad_decay, grad_frequency,
-    count, row, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+    sums, scale, readout, modes, drive, by_weight, by_log, grad_readout, grad_decay, grad_frequency,
+    count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """With P = Σ g_k a^k and R = Σ k·g_k a^k a channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -209,16 +207,9 @@ def _gradients_kernel(
     total_re, total_im = _times(drive_re, drive_im, slope_re, -slope_im)
     total_re += tl.sum(by_log_re, 0)
     total_im += tl.sum(by_log_im, 0)
-    if by_turn is not None:
-        # d(Ā^row)/dλ = row·Ā^row
-        turns = im * row * 0.15915494309189535
-        angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
-        reach = row * tl.exp(re * row)
-        t_re = tl.load(by_turn + n, mask=exists, other=0.0)
-        t_im = tl.load(by_turn + count + n, mask=exists, other=0.0)
-        t_re, t_im = _times(t_re, t_im, reach * tl.cos(angle), -reach * tl.sin(angle))
-        total_re += t_re + tl.load(by_log + n, mask=exists, other=0.0)
-        total_im += t_im + tl.load(by_log + count + n, mask=exists, other=0.0)
+    if by_log is not None:
+        total_re += tl.load(by_log + n, mask=exists, other=0.0)
+        total_im += tl.load(by_log + count + n, mask=exists, other=0.0)
     if EXPONENTIATED:
         total_im = total_im * im
     tl.store(grad_decay + n, (total_re * re).to(grad_decay.dtype.element_ty), mask=exists)
