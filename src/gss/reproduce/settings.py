@@ -217,7 +217,12 @@ RATES = (6.4e-3, 3.2e-3, 1.6e-3, 8e-4)
 def _changed(names: Sequence[str], changes: Mapping[str, tuple[str, Settings]]) -> tuple[System, ...]:
     """Each of these systems with each of the changes: what its name ends with, its label's end, settings."""
     return tuple(
-        replace(SYSTEMS[name], name=f"{name}-{end}", label=f"{SYSTEMS[name].label}, {label}", settings=settings)
+        replace(
+            SYSTEMS[name],
+            name=f"{name}-{end}",
+            label=f"{SYSTEMS[name].label}, {label}",
+            settings={**SYSTEMS[name].settings, **settings},
+        )
         for name in names
         for end, (label, settings) in changes.items()
     )
@@ -241,7 +246,7 @@ def _rates() -> tuple[System, ...]:
         optimizers[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", adafactor)
     return (
         *_changed(("transformer",), grid),
-        *_changed(("dss", "gss", "gss-hybrid"), {**grid, **modes}),
+        *_changed(("dss", "gss", "gss-lanes", "gss-hybrid", "gss-l", "gss-hybrid-l"), {**grid, **modes}),
         *_changed(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), optimizers),
     )
 
