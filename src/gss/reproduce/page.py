@@ -162,9 +162,9 @@ def _by_tokens(name: str, results: Collection) -> str:
         for corpus in results.corpora():
             there = [entry for system in target.systems for entry in results.of(corpus, system.name, tokens)]
             # A model trained in one way is no comparison: a default that every table has, a short run for its speed.
-            ways = {(run.system.model, run.system.name) for run, _ in there}
-            several = {model for model, count in Counter(model for model, _ in ways).items() if count > 1}
-            part += [(run, kept) for run, kept in there if run.system.model in several]
+            ways = {(run.system.model, run.config.batching, run.system.name) for run, _ in there}
+            several = {what for what, count in Counter(way[:2] for way in ways).items() if count > 1}
+            part += [(run, kept) for run, kept in there if (run.system.model, run.config.batching) in several]
         if part:
             parts += [f"{tokens:,} tokens:", markdown(*table(target, part))]
             parts += ["\n".join(f"- {note}" for note in notes(target, part))]
