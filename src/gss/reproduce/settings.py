@@ -212,6 +212,8 @@ def _named(*names: str) -> tuple[System, ...]:
 
 RATES = (6.4e-3, 3.2e-3, 1.6e-3, 8e-4)
 """The paper's grid of learning rates."""
+FASTER_MODES = 1e-2
+"""A rate for state-space parameters that is tried beside the paper's, 1e-3."""
 
 
 def _changed(names: Sequence[str], changes: Mapping[str, tuple[str, Settings]]) -> tuple[System, ...]:
@@ -232,10 +234,16 @@ def _rates() -> tuple[System, ...]:
     grid: dict[str, tuple[str, Settings]] = {
         f"{rate:g}": (f"rate {rate:g}", {"optimizer.learning_rate": rate}) for rate in RATES
     }
+    modes: dict[str, tuple[str, Settings]] = {
+        f"{end}-modes": (
+            f"{label}, state spaces {FASTER_MODES:g}",
+            {**settings, "optimizer.state_space_learning_rate": FASTER_MODES},
+        )
+        for end, (label, settings) in grid.items()
+    }
     for factor in (1.0, EMBEDDING_FACTOR / 2):
         slower: Settings = {"optimizer.embedding_factor": factor}
         grid[f"embedding-{factor:g}"] = (f"embedding's rate × {factor:g}", slower)
-    modes = {"modes": ("state-space rate 3e-3", {"optimizer.state_space_learning_rate": 3e-3})}
 
     optimizers: dict[str, tuple[str, Settings]] = {}
     for rate in RATES[2:]:
