@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gss.ops.gpu.fft import convolve, correlation, row_length, spectrum, taps_of_spectrum
-from gss.ops.gpu.powers import largest_of, table_of
+from gss.ops.gpu.powers import largest_of, table_of, times
 from gss.ops.gpu.taps import from_modes, gradients_of, half_product, modes_and_drive
 from gss.ops.gpu.transpose import contiguous
 
@@ -215,11 +215,6 @@ def _add_rows_kernel(
 
 
 @triton.jit
-def _times(a_re, a_im, b_re, b_im):
-    return a_re * b_re - a_im * b_im, a_re * b_im + a_im * b_re
-
-
-@triton.jit
 def _power(re, im, exponent):
     """e^((re + i·im)·k) for pairs in float64, in float32."""
     turns = im * exponent * 0.15915494309189535
@@ -243,8 +238,8 @@ def _factors(modes, drive, readout, channel, row, last, KEEP: tl.constexpr, MODE
     b_re = tl.load(drive + 2 * n, mask=mask, other=0.0).to(tl.float32)
     b_im = tl.load(drive + 2 * n + 1, mask=mask, other=0.0).to(tl.float32)
     at = readout + (channel * MODES + n) * 2
-    w_re, w_im = _times(tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0), b_re, b_im)
-    w_re, w_im = _times(w_re, w_im, step_re, step_im)
+    w_re, w_im = times(tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0), b_re, b_im)
+    w_re, w_im = times(w_re, w_im, step_re, step_im)
     return turn_re, turn_im, last_re, last_im, w_re, w_im, n, mask
 
 
@@ -288,12 +283,12 @@ def _pass_kernel(
             at = states + index * 2 * MODES + n
             tl.store(at, re, mask=mask)
             tl.store(at + MODES, im, mask=mask)
-            echo_re, echo_im = _times(re, im, w_re, w_im)
+            echo_re, echo_im = times(re, im, w_re, w_im)
             _pack(packed, packed_scale, index, echo_re, -echo_im, n, mask, MODES)
         if r < known:
             v_re, v_im = _load_sums(sums, scale, program * known + r, n, mask, MODES)
             is_last = r == rows - 1
-            re, im = _times(re, im, tl.where(is_last, last_re, turn_re), tl.where(is_last, last_im, turn_im))
+            re, im = times(re, im, tl.where(is_last, last_re, turn_re), tl.where(is_last, last_im, turn_im))
             re += v_re
             im += v_im
     if KEEP:
@@ -337,26 +332,26 @@ def _pass_backward_kernel(
             index = program * known + r
             _pack(packed, packed_scale, index, g_re, g_im, n, mask, MODES)
             q_re, q_im = _load_sums(inputs, input_scale, index, n, mask, MODES)
-            re, im = _times(g_re, g_im, q_re, -q_im)
+            re, im = times(g_re, g_im, q_re, -q_im)
             by_log_re += re
             by_log_im += im
             is_last = r == rows - 1
-            g_re, g_im = _times(g_re, g_im, tl.where(is_last, last_re, turn_re), -tl.where(is_last, last_im, turn_im))
-            re, im = _times(g_re, g_im, s_re, -s_im)
+            g_re, g_im = times(g_re, g_im, tl.where(is_last, last_re, turn_re), -tl.where(is_last, last_im, turn_im))
+            re, im = times(g_re, g_im, s_re, -s_im)
             own = tl.where(is_last, last, row)
             by_log_re += re * own
             by_log_im += im * own
         if hears:
             p_re, p_im = _load_sums(echoes, echo_scale, heard, n, mask, MODES)
-            re, im = _times(p_re, p_im, w_re, w_im)
+            re, im = times(p_re, p_im, w_re, w_im)
             g_re += re
             g_im -= im
-            re, im = _times(p_re, p_im, s_re, s_im)
+            re, im = times(p_re, p_im, s_re, s_im)
             by_w_re += re
             by_w_im -= im
             r_re, r_im = _load_sums(ramped, ramped_scale, heard, n, mask, MODES)
-            re, im = _times(s_re, s_im, w_re, w_im)
-            re, im = _times(re, im, r_re, r_im)
+            re, im = times(s_re, s_im, w_re, w_im)
+            re, im = times(re, im, r_re, r_im)
             by_log_re += re
             by_log_im -= im
     if FIRST == 0:

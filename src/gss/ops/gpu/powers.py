@@ -177,6 +177,12 @@ def _table_kernel(log_a, out, length, MODES: tl.constexpr, BN: tl.constexpr, BL:
 
 
 @triton.jit
+def times(a_re, a_im, b_re, b_im):
+    """A product of complex numbers, real and imaginary part."""
+    return a_re * b_re - a_im * b_im, a_re * b_im + a_im * b_re
+
+
+@triton.jit
 def largest_of(first, second):
     """The largest magnitude of a row in one or two parts, at least a tiny one."""
     return tl.maximum(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0)), 1e-30)

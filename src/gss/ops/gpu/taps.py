@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import largest_of, pack_modes, table_of
+from gss.ops.gpu.powers import largest_of, pack_modes, table_of, times
 
 
 @torch.library.custom_op("gss::taps", mutates_args=())
@@ -144,11 +144,6 @@ def _load_pair(base, at, mask):
 
 
 @triton.jit
-def _times(a_re, a_im, b_re, b_im):
-    return a_re * b_re - a_im * b_im, a_re * b_im + a_im * b_re
-
-
-@triton.jit
 def _gradients_kernel(
     sums, scale, readout, modes, drive, by_weight, by_log, grad_readout, grad_decay, grad_frequency,
     count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
@@ -158,7 +153,7 @@ def _gradients_kernel(
     exists = n < count
     b_re, b_im = _load_pair(drive, 2 * n, exists)
     re, im = _load_pair(modes, 2 * n, exists)
-    a_re, a_im = _times(re, im, b_re, b_im)  # e^λ = 1 + λ·B̄
+    a_re, a_im = times(re, im, b_re, b_im)  # e^λ = 1 + λ·B̄
     a_re += 1.0
     by_drive_re = tl.zeros((BH, BN), tl.float32)
     by_drive_im = tl.zeros((BH, BN), tl.float32)
@@ -180,31 +175,31 @@ def _gradients_kernel(
         r_im = tl.load(below + at + count, mask=mask, other=0.0) * ramp
         pair = (h[:, None] * count + n[None, :]) * 2
         c_re, c_im = _load_pair(readout, pair, mask)
-        w_re, w_im = _times(c_re, c_im, f_re, f_im)
-        log_re, log_im = _times(w_re, w_im, r_re, r_im)
+        w_re, w_im = times(c_re, c_im, f_re, f_im)
+        log_re, log_im = times(w_re, w_im, r_re, r_im)
         by_log_re += log_re
         by_log_im -= log_im
         if by_weight is not None:
             v_re = tl.load(by_weight + at, mask=mask, other=0.0)
             v_im = tl.load(by_weight + at + count, mask=mask, other=0.0)
-            v_re, v_im = _times(v_re, v_im, e_re, -e_im)
+            v_re, v_im = times(v_re, v_im, e_re, -e_im)
             g_re += v_re
             g_im += v_im
-            log_re, log_im = _times(v_re, v_im, w_re, -w_im)
+            log_re, log_im = times(v_re, v_im, w_re, -w_im)
             by_log_re += log_re
             by_log_im += log_im
-        out_re, out_im = _times(g_re, g_im, f_re, -f_im)
+        out_re, out_im = times(g_re, g_im, f_re, -f_im)
         tl.store(grad_readout + pair, out_re, mask=mask)
         tl.store(grad_readout + pair + 1, out_im, mask=mask)
-        out_re, out_im = _times(g_re, g_im, c_re, -c_im)
+        out_re, out_im = times(g_re, g_im, c_re, -c_im)
         by_drive_re += out_re
         by_drive_im += out_im
     drive_re = tl.sum(by_drive_re, 0).to(tl.float64)
     drive_im = tl.sum(by_drive_im, 0).to(tl.float64)
     # dB̄/dλ = (e^λ − B̄)/λ
     size = tl.where(exists, re * re + im * im, 1.0)
-    slope_re, slope_im = _times(a_re - b_re, a_im - b_im, re / size, -im / size)
-    total_re, total_im = _times(drive_re, drive_im, slope_re, -slope_im)
+    slope_re, slope_im = times(a_re - b_re, a_im - b_im, re / size, -im / size)
+    total_re, total_im = times(drive_re, drive_im, slope_re, -slope_im)
     total_re += tl.sum(by_log_re, 0)
     total_im += tl.sum(by_log_im, 0)
     if by_log is not None:
