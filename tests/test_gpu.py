@@ -1,5 +1,7 @@
 """The same answers on a CUDA device: `pytest -m gpu` there; skipped with a word elsewhere."""
 
+from statistics import median
+
 import pytest
 import torch
 
@@ -71,17 +73,26 @@ def _loss_and_gradients(
 @pytest.mark.parametrize(("batch", "length", "cut"), [(2, 4096, None), (1, 700, None), (1, 5001, None), (3, 600, 413)])
 @pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
 def test_kernels_are_no_worse_than_autocast_without_them(family: str, batch: int, length: int, cut: int | None) -> None:
-    """Against float64, the error with the kernels is at most a little over plain autocast's."""
-    torch.manual_seed(1)
-    model = gss.build_model(small_config(family)).cuda()
-    tokens = torch.randint(0, 61, (batch, length)).cuda()
-    found = _loss_and_gradients(model, tokens, cut)
-    with fast.disabled():
-        plain = _loss_and_gradients(model, tokens, cut)
-        exact = _loss_and_gradients(model.double(), tokens, cut)
-    assert not torch.equal(found["logits"], plain["logits"])  # something of it was the kernels'
-    for name, reference in exact.items():
-        with_kernels, without = (relative_error(run[name].cpu(), reference.cpu()) for run in (found, plain))
+    """Against float64, the error with the kernels is at most a little over plain autocast's.
+
+    The median of eight models, of sizes at which no vector is so short that its error is chance.
+    """
+    sizes = {"width": 48, "channels": 48, "gate_width": 64, "state_space.modes": 48}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = gss.build_model(small_config(family, **sizes)).cuda()
+        tokens = torch.randint(0, 61, (batch, length)).cuda()
+        found = _loss_and_gradients(model, tokens, cut)
+        with fast.disabled():
+            plain = _loss_and_gradients(model, tokens, cut)
+            exact = _loss_and_gradients(model.double(), tokens, cut)
+        assert not torch.equal(found["logits"], plain["logits"])  # something of it was the kernels'
+        for name, reference in exact.items():
+            pair = [relative_error(run[name].cpu(), reference.cpu()) for run in (found, plain)]
+            errors.setdefault(name, []).append((pair[0], pair[1]))
+    for name, pairs in errors.items():
+        with_kernels, without = map(median, zip(*pairs, strict=True))
         assert with_kernels < 1.5 * without + 0.01, name
 
 

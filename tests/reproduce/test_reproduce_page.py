@@ -47,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put("rec-fixed-skip", 47.0, 47.0, 300_000.0)
     put("init-1-100", 53.0, 54.0, 800_000.0)
     put("gss", 46.0, 45.0, 800_000.0, tokens=2 * 104_857_600)
-    put("gss", 48.0, 47.0, 800_000.0, corpus=OWN)
+    put("gss-0.0016", 55.0, 54.0, 800_000.0)
+    put("gss-0.0016", 56.0, 54.0, 800_000.0, seed=1)
+    put("vocabulary", 48.0, 47.0, 800_000.0, corpus=OWN)
     put("rec-fixed-skip-adafactor-0.03", 900.0, 300_000.0, tokens=2_621_440)  # one way alone: no row of `rates`
     return shelf.folder
 
@@ -59,8 +61,8 @@ def test_results_are_read_without_their_corpora(folder: Path) -> None:
     assert results.tokens == 104_857_600
     assert results.corpora() == ["books"]
     assert [run.config.seed for run, _ in results.of("books", "gss")] == [0, 1]
-    # The default start is GSS itself; another is not.
-    assert [kept["system"] for _, kept in results.of("books", "init-half-low-frequencies")] == ["gss", "gss"]
+    # The default start, at the rate that starts are compared at, is another name of a row of `rates`.
+    assert [kept["system"] for _, kept in results.of("books", "init-half-low-frequencies")] == ["gss-0.0016"] * 2
     assert len(results.of("books", "init-1-100")) == 1
     assert not results.stale()
 
@@ -79,14 +81,16 @@ def test_the_answers(folder: Path) -> None:
     assert "−2.13%" in parts["equal-time"]
     assert parts["vocabulary"].count("| books") == 2
     assert "no mode slower than 100 tokens" in parts["init"]
-    assert "50.50 ± 0.71" in parts["init"]
-    assert parts["rates"] == "Not run yet."
+    assert "55.50 ± 0.71" in parts["init"]
+    assert "GSS, rate 0.0032" in parts["rates"]
+    assert "GSS, rate 0.0016" in parts["rates"]
+    assert "Rec:fixed:skip" not in parts["rates"]
     missing = next(line for line in parts["table2"].splitlines() if "| GSS-L " in line)
     assert missing.replace(" ", "").endswith("|–|–|–|–|–|12.48|11.33|11.16|11.12|")
     assert len({len(line) for line in parts["table2"].splitlines() if line.startswith("|")}) == 1
     assert "| GSS (2 seeds) " in parts["table1"]
     assert "GSS-Hybrid" in parts["headline"]
-    assert parts["runs"].count("\n") == 1 + 10
+    assert parts["runs"].count("\n") == 1 + 12
     assert "abc1234" in parts["runs"]
     assert "gss reproduce table1" in parts["commands"]
 

@@ -76,12 +76,12 @@ def test_a_run_that_is_the_same_under_another_name_is_not_run_again(corpus: Corp
     def of(name: str, seed: int = 0) -> Run:
         return run_of(EVERY[name], SCALES["small"], corpus, seed)
 
-    gss, same, other = map(of, ("gss", "init-half-low-frequencies", "init-loud"))
+    gss, same, other = map(of, ("gss-0.0016", "init-half-low-frequencies", "init-loud"))
     shelf = Shelf(tmp_path)
     shelf.put(gss, made_up(gss))
     kept = shelf.find(same)
     assert kept is not None
-    assert kept["system"] == "gss"
+    assert kept["system"] == "gss-0.0016"
     assert shelf.find(other) is None
     assert shelf.find(of("init-half-low-frequencies", seed=1)) is None
 
@@ -229,7 +229,7 @@ def test_vocabularies_by_bits_a_byte(texts: Path, corpus: Corpus, tmp_path: Path
     prepare([str(texts)], tmp_path / "books-own", load_tokenizer(tmp_path / "vocabulary"), workers=1)
     corpora = [corpus, *find_corpora([tmp_path / "books-own"])]
     assert corpora[0].held_out_text == corpora[1].held_out_text
-    runs = [run for one in corpora for run in quick_runs("vocabulary", one, "gss")]
+    runs = [run for one in corpora for run in quick_runs("vocabulary", one, "vocabulary")]
     outcome = go("vocabulary", runs, tmp_path / "out")
     assert outcome.text.count(corpus.held_out_text[:8]) == 2
     assert outcome.text.count("| yes ") == 2

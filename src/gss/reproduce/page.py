@@ -174,10 +174,11 @@ def _by_tokens(name: str, results: Collection) -> str:
 def _by_text(results: Collection) -> dict[str, list[tuple[Run, Record]]]:
     """GSS on every preparation of the same held-out text, by the corpus that the tables have."""
     corpora = {run.corpus.name: run.corpus.held_out_text for run, _ in results.found}
+    there = {name: results.of(name, "vocabulary") for name in sorted(corpora)}
     return {
-        main: [entry for name in sorted(corpora) if corpora[name] == corpora[main] for entry in results.of(name, "gss")]
+        main: [entry for name, part in there.items() if corpora[name] == corpora[main] for entry in part]
         for main in results.corpora()
-        if results.of(main, "gss")
+        if there[main]
     }
 
 

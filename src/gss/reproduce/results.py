@@ -45,7 +45,7 @@ class Shelf:
     def find(self, run: Run) -> dict[str, Any] | None:
         """A run's result, if it is done; ValueError where the file is of something else.
 
-        A run of another name that was the same in everything serves too: GSS at its default is one of the starts.
+        A run of another name that was the same in everything serves too: a default is among what it was chosen from.
         """
         path = self.path(run)
         if not path.is_file():

@@ -26,7 +26,7 @@ class System:
     model: str
     """The preset, without the scale's suffix."""
     recipe: str = "adamw"
-    """Which of a scale's recipes trains it."""
+    """Which of a scale's recipes trains it: adamw, study, block-recurrent."""
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
     about: str = ""
@@ -46,8 +46,6 @@ class Scale:
     """Of every run."""
     recipes: Mapping[str, Settings]
     """By the names that systems ask for."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Models whose learning rate, chosen on books, is another than their recipe's."""
     evaluate_bytes: int | None = None
     """Held-out documents are scored from the first on, whole, until their text has so many bytes: the same text for
     every vocabulary. None: all of them."""
@@ -83,7 +81,7 @@ _ADAMW = {
     "optimizer.final_learning_rate": 1e-6,
 }
 # In 800 steps an embedding of 32,000 rows that learns no faster than the rest hardly moves.
-_FEW_STEPS = {"optimizer.learning_rate": 1.6e-3, "optimizer.embedding_factor": EMBEDDING_FACTOR}
+_FEW_STEPS = {**_ADAMW, "optimizer.embedding_factor": EMBEDDING_FACTOR}
 # What the block-recurrent models are trained with at every scale.
 _LANES = {"batching": "lanes"}
 # The released configuration's of the Block-Recurrent Transformers: see configs/block-recurrent.toml.
@@ -99,6 +97,13 @@ _ADAFACTOR = {
 }
 _QUIET = {"report.evaluate_every": 0, "report.sample_every": 0, "checkpoint.keep_last": 2}
 
+
+def _recipes(adamw: Settings, block_recurrent: Settings, study: Settings | None = None) -> dict[str, Settings]:
+    """A scale's recipes. A study compares a model with itself (how it starts, its vocabulary): it has the rate that it
+    was made at, and stands when the tables get a better one."""
+    return {"adamw": adamw, "study": study or adamw, "block-recurrent": block_recurrent}
+
+
 SCALES: dict[str, Scale] = {
     scale.name: scale
     for scale in (
@@ -107,11 +112,11 @@ SCALES: dict[str, Scale] = {
             suffix="-tiny",
             tokens=192 * 4096,
             settings={**_QUIET, "length": 512, "batch_tokens": 4096, "optimizer.warmup_steps": 24},
-            recipes={
+            recipes=_recipes(
                 # Narrow models take, and want, more than the paper's rate.
-                "adamw": {**_ADAMW, "optimizer.learning_rate": 8e-3},
-                "block-recurrent": {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
-            },
+                {**_ADAMW, "optimizer.learning_rate": 8e-3},
+                {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
+            ),
         ),
         Scale(
             name="small",
@@ -127,11 +132,11 @@ SCALES: dict[str, Scale] = {
                 "checkpoint.every": 1000,  # a run is minutes long; a signal to stop saves too
                 "optimizer.warmup_steps": 100,
             },
-            recipes={
-                "adamw": {**_ADAMW, **_FEW_STEPS},
-                "block-recurrent": {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
-            },
-            rates={"transformer": 3.2e-3, "dss": 3.2e-3},
+            recipes=_recipes(
+                {**_FEW_STEPS, "optimizer.learning_rate": 3.2e-3},
+                {**_ADAFACTOR, "optimizer.learning_rate": 0.1},
+                study={**_FEW_STEPS, "optimizer.learning_rate": 1.6e-3},
+            ),
         ),
         Scale(
             name="paper",
@@ -144,11 +149,11 @@ SCALES: dict[str, Scale] = {
                 "compile": True,
                 "optimizer.warmup_steps": 1000,
             },
-            recipes={
-                "adamw": {**_ADAMW, "optimizer.learning_rate": 1.6e-3},
+            recipes=_recipes(
+                {**_ADAMW, "optimizer.learning_rate": 1.6e-3},
                 # A quarter of the rows and four times the steps: the lanes of a batch are documents side by side.
-                "block-recurrent": {**_ADAFACTOR, "batch_tokens": 131_072},
-            },
+                {**_ADAFACTOR, "batch_tokens": 131_072},
+            ),
             corpora={
                 "LM1B": {"length": 512, "batching": "packed"},
                 "Github": {"batch_tokens": 1_048_576},
@@ -216,11 +221,14 @@ FASTER_MODES = 1e-2
 """A rate for state-space parameters that is tried beside the paper's, 1e-3."""
 
 
-def _changed(names: Sequence[str], changes: Mapping[str, tuple[str, Settings]]) -> tuple[System, ...]:
+def _changed(
+    names: Sequence[str], changes: Mapping[str, tuple[str, Settings]], recipe: str | None = None
+) -> tuple[System, ...]:
     """Each of these systems with each of the changes: what its name ends with, its label's end, settings."""
     return tuple(
         replace(
             SYSTEMS[name],
+            recipe=recipe or SYSTEMS[name].recipe,
             name=f"{name}-{end}",
             label=f"{SYSTEMS[name].label}, {label}",
             settings={**SYSTEMS[name].settings, **settings},
@@ -241,20 +249,22 @@ def _rates() -> tuple[System, ...]:
         )
         for end, (label, settings) in grid.items()
     }
-    for factor in (1.0, EMBEDDING_FACTOR / 2):
-        slower: Settings = {"optimizer.embedding_factor": factor}
-        grid[f"embedding-{factor:g}"] = (f"embedding's rate × {factor:g}", slower)
-
+    embeddings: dict[str, tuple[str, Settings]] = {
+        f"embedding-{factor:g}": (f"embedding's rate × {factor:g}", {"optimizer.embedding_factor": factor})
+        for factor in (1.0, EMBEDDING_FACTOR / 2)
+    }
     optimizers: dict[str, tuple[str, Settings]] = {}
     for rate in RATES[2:]:
-        adamw: Settings = {**_ADAMW, **_LANES, **_FEW_STEPS, "optimizer.learning_rate": rate}
+        adamw: Settings = {**_FEW_STEPS, **_LANES, "optimizer.learning_rate": rate}
         optimizers[f"adamw-{rate:g}"] = (f"AdamW, rate {rate:g}", adamw)
     for rate in (0.01, 0.03, 0.1):
         adafactor: Settings = {**_ADAFACTOR, "optimizer.learning_rate": rate}
         optimizers[f"adafactor-{rate:g}"] = (f"Adafactor, rate {rate:g}", adafactor)
+    state_spaces = ("dss", "gss", "gss-lanes", "gss-hybrid", "gss-l", "gss-hybrid-l")
     return (
         *_changed(("transformer",), grid),
-        *_changed(("dss", "gss", "gss-lanes", "gss-hybrid", "gss-l", "gss-hybrid-l"), {**grid, **modes}),
+        *_changed(state_spaces, {**grid, **modes}),
+        *_changed(("transformer", *state_spaces), embeddings, recipe="study"),
         *_changed(("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip"), optimizers),
     )
 
@@ -263,7 +273,14 @@ def _starts(model: str, names: Sequence[str] = ()) -> tuple[System, ...]:
     """A model from the starts of these names, or from all."""
     prefix = "init" if model == "gss" else f"init-{model.removeprefix('gss-')}"
     return tuple(
-        System(name=f"{prefix}-{start.name}", label=start.name, model=model, settings=start.settings, about=start.about)
+        System(
+            name=f"{prefix}-{start.name}",
+            label=start.name,
+            model=model,
+            recipe="study",
+            settings=start.settings,
+            about=start.about,
+        )
         for start in INITIALISATIONS
         if not names or start.name in names
     )
@@ -323,7 +340,7 @@ TARGETS: dict[str, Target] = {
         Target(
             name="vocabulary",
             title="Vocabularies by bits a byte",
-            systems=_named("gss"),
+            systems=(replace(SYSTEMS["gss"], name="vocabulary", recipe="study"),),
             layout="vocabulary",
         ),
     )
@@ -356,11 +373,9 @@ def preset_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
     """Every setting of a system at a scale, as changes to the defaults; later ones win. `corpus` as above."""
-    rate = {"optimizer.learning_rate": scale.rates[system.model]} if system.model in scale.rates else {}
     return {
         **scale.settings,
         **scale.recipes[system.recipe],
-        **rate,
-        **(scale.corpora.get(corpus or "", {}) if system.recipe == "adamw" else {}),
+        **(scale.corpora.get(corpus or "", {}) if system.recipe != "block-recurrent" else {}),
         **system.settings,
     }
