@@ -122,6 +122,7 @@ class Work:
                 status: int | str = process.wait(timeout=limit + _KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
                 status = "killed, its time was long over"
         self._copy(out / "results", self.results)
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[-1]

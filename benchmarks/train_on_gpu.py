@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gss.bench.results import command_line
+from gss.train.folder import read_metrics
 
 
 def command(arguments: argparse.Namespace, run: Path, settings: list[str]) -> list[str]:
@@ -30,8 +31,7 @@ def command(arguments: argparse.Namespace, run: Path, settings: list[str]) -> li
 
 
 def train_rows(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
 
 
 def probe(arguments: argparse.Namespace, compiled: bool) -> dict[str, Any]:

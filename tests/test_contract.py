@@ -43,6 +43,14 @@ def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None
         assert_same(run(model, tokens, [1] * length), whole, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_layer_keeps_no_state_that_nobody_asked_for(family: str) -> None:
+    model = gss.build_model(small_config(family))
+    for layer in model.sequence_layers():
+        for length in (1, 2):
+            assert not layer(torch.randn(2, length, model.config.width), keep_state=False)[1]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_and_pieces_at_16384(family: str, dtype: torch.dtype) -> None:

@@ -108,6 +108,11 @@ def test_sampling_options() -> None:
     assert drawn(Sampling(temperature=0, repetition_penalty=2.0), [3.0, 2.0, 1.0], seen=[0, 1]) == {0}
 
 
+def test_cold_and_tied() -> None:
+    assert drawn(Sampling(temperature=1e-308), [1.0, 5.0, 5.0, 2.0]) == {1, 2}
+    assert len(drawn(Sampling(top_k=1), [3.0, 3.0, 0.0])) == 1
+
+
 def test_temperature_one_draws_as_the_model_says() -> None:
     probability = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = choose(probability.log().expand(20_000, -1), Sampling(), None, torch.Generator().manual_seed(0))
@@ -164,6 +169,8 @@ def test_bad_input() -> None:
         generate(model, tokenizer, "a", stop=[""])
     with pytest.raises(ValueError, match="nothing to read"):
         list(stream(model, [], max_tokens=3))
+    with pytest.raises(ValueError, match="token id 300 is outside the vocabulary of 257"):
+        list(stream(model, [1, 300], max_tokens=3))
     torch.nn.init.constant_(model.norm.weight, float("nan"))
     with pytest.raises(ValueError, match="not finite"):
         generate(model, tokenizer, "a")

@@ -63,10 +63,10 @@ def choose(
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # the likeliest at 0, however cold
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        top = logits.topk(sampling.top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
     if sampling.min_p is not None:
         probability = logits.softmax(-1)
         floor = sampling.min_p * probability.amax(-1, keepdim=True)
@@ -95,6 +95,7 @@ def read(
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
+    model.check_tokens(tokens)
     if piece is None:
         piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
     hidden = None

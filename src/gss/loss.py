@@ -62,7 +62,7 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _loss_and_gradients(
-    logits: Tensor, targets: Tensor, inputs: tuple[Tensor, Tensor]
+    logits: Tensor, targets: Tensor, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The summed loss of a chunk, and its gradients by the inputs of the head."""
     if fast.usable(logits.device) and logits.dtype != torch.float64:
@@ -81,21 +81,24 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, rows: int, weight: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight)
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
         losses = []
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             with torch.enable_grad():
                 activations = hidden[part].detach().requires_grad_()
-                loss, gradients = _loss_and_gradients(head(activations), targets[part], (activations, weight))
+                inputs = (activations,) if weight_gradient is None else (activations, weight)
+                loss, gradients = _loss_and_gradients(head(activations), targets[part], inputs)
             hidden_gradient[part] = gradients[0]
-            weight_gradient += gradients[1]
+            if weight_gradient is not None:
+                weight_gradient += gradients[1]
             losses.append(loss)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         return torch.stack(losses).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None, Tensor, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return None, None, weight_gradient * scale, hidden_gradient * scale, None
+        by_weight = None if weight_gradient is None else weight_gradient * scale
+        return None, None, by_weight, hidden_gradient * scale, None

@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
         `state` is what an earlier call returned (None: the start of a sequence). With `keep_state` off no state is
         computed and None is returned in its place: what training on independent sequences wants.
         """
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         hidden, state = self.hidden(tokens, state, keep_state)
         return self.logits(hidden), state
 
@@ -124,7 +124,8 @@ class LanguageModel(nn.Module):
         """The layers, typed as what they are."""
         return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
 
-    def _check_tokens(self, tokens: Tensor) -> None:
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Refuse what is not [batch, length] ids of the vocabulary."""
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")
         if tokens.ndim != 2:

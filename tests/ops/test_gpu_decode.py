@@ -29,6 +29,8 @@ CASES = {
     "three": (3, 3, {"activation": "swish"}),
     "seventeen, rms, no bias": (17, 3, {"norm": "rmsnorm", "bias": False, "activation": "relu2"}),
     "seventy, positions": (70, 2, {"positions": "sinusoidal", "depth": 1}),
+    "two, fewer slices than usual": (2, 2, {"gate_width": 512, "depth": 1}),
+    "twenty, fewer slices than usual": (20, 2, {"gate_width": 256, "depth": 1}),
     "one, hybrid": (1, 3, HYBRID),
     "three, hybrid, rms, no bias": (3, 3, {**HYBRID, "norm": "rmsnorm", "bias": False, "activation": "relu"}),
     "three, attention last": (3, 4, {**HYBRID, "pattern": ("gss", "attention"), "depth": 2}),

@@ -322,6 +322,9 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fast.usable(DEVICE) is ON_GPU
     assert fast.half(x) is None  # nobody asked for 16 bits
     assert not fast.usable(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert [fast.usable(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")] == [True, False, True]
 
 
 def test_a_step_a_channel() -> None:

@@ -142,6 +142,21 @@ def test_an_interrupted_run_goes_on(finished: Path, corpus: Corpus, tmp_path: Pa
     assert one["lengths"] == other["lengths"]  # to the last bit, as if never interrupted
 
 
+def test_a_trained_run_that_is_scored_later_has_the_layout_it_was_trained_in(
+    corpus: Corpus, tmp_path: Path, monkeypatch: Any
+) -> None:
+    runs = quick_runs("table1", corpus, "gss")
+    monkeypatch.setattr(speed, "probe", lambda config, *a: Layout(False, config.length, 1e6))
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.measure, "measured", lambda *a: pytest.fail("as if killed while it scored"))
+        with pytest.raises(pytest.fail.Exception):
+            go("table1", runs, tmp_path)
+    go("table1", runs, tmp_path)
+    kept = Shelf(tmp_path / "results").find(runs[0])
+    assert kept is not None
+    assert kept["layout"]["micro_batch_tokens"] == runs[0].config.length
+
+
 def test_a_run_that_would_not_fit_is_not_started(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     speeds = {"gss-tiny": 1e6, "transformer-tiny": 1.0}
     monkeypatch.setattr(speed, "probe", lambda config, *a: Layout(False, None, speeds[config.preset]))

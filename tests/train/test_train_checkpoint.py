@@ -97,9 +97,31 @@ def test_damage_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -> None
 def test_retention(tmp_path: Path) -> None:
     for step in range(10, 101, 10):
         _save(tmp_path, step)
-        checkpoint.retain(tmp_path, keep_last=2, keep_every=40)
+        checkpoint.retain(tmp_path, step, keep_last=2, keep_every=40)
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [40, 80, 90, 100]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_later_checkpoints_that_are_damaged_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        _save(tmp_path, step)
+    for step in (30, 40):
+        (tmp_path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"")
+    _save(tmp_path, 25)  # as a run that goes on from 20 does
+    checkpoint.retain(tmp_path, 25, keep_last=2, keep_every=None)
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [20, 25, 30, 40]
+    assert checkpoint.newest_good(tmp_path)[0] == tmp_path / "step-00000025"
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+    for step in (10, 20):
+        _save(tmp_path, step)
+    model = tmp_path / "step-00000020" / "model.safetensors"
+    model.unlink()
+    model.symlink_to(tmp_path / "nowhere")
+    newest, damaged = checkpoint.newest_good(tmp_path)
+    assert newest == tmp_path / "step-00000010"
+    assert "model.safetensors cannot be read" in damaged[0]
 
 
 def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path) -> None:
@@ -169,7 +191,7 @@ while True:
     if child == 0:
         die_before(count, folder)
         save(folder, 30)
-        checkpoint.retain(folder, 2, None)
+        checkpoint.retain(folder, 30, 2, None)
         os._exit(0)
     died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     newest, damaged = checkpoint.newest_good(folder)

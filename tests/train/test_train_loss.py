@@ -37,6 +37,15 @@ def test_equals_plain_cross_entropy_with_gradients(rows: int) -> None:
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-13)
 
 
+def test_a_head_that_is_not_trained() -> None:
+    weight, hidden, targets, mask = _case(2)
+    frozen = weight.detach()
+    (expected,) = torch.autograd.grad(_plain(frozen, hidden, targets, mask), hidden)
+    loss = next_token_loss(lambda x: x @ frozen.T, frozen, hidden, targets, mask, 4 * VOCABULARY)
+    (found,) = torch.autograd.grad(loss, hidden)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_the_same_without_gradients() -> None:
     weight, hidden, targets, mask = _case(1)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """A step gives the same however it is cut up, carries what it should, and learns."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
     result = stepper.step(batch, 0)
     assert result.loss.item() == pytest.approx(plain.item(), rel=1e-5)
     assert result.targets == batch.mask.sum()
+
+
+def test_any_seed_will_do(corpus: Path) -> None:
+    dataset = open_dataset(corpus, "train")
+    for seed in (-(10**9), 10**18):
+        assert all(map(math.isfinite, _losses(small_config(seed=seed), dataset, 1)))
 
 
 def test_activation_checkpointing_changes_nothing(corpus: Path) -> None:

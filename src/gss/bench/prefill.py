@@ -50,7 +50,8 @@ def bench_prefill(
         for name in names:
             report(f"{name} reads {where}")
             try:
-                theirs = measure_peer_prefill(name, preset(model), batch, length, device, repeats)
+                with paths(use_fast):
+                    theirs = measure_peer_prefill(name, preset(model), batch, length, device, repeats)
             except Exception as error:  # a peer that fails is a row that says so
                 release(device)
                 rows.append(missing(f"prefill {name}, {where}", "tokens/s", reason(error)))

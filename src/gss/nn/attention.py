@@ -85,7 +85,10 @@ class TransformerBlock(SequenceLayer):
             keys = _placed(state["keys"], keys, index, capacity)
             values = _placed(state["values"], values, index, capacity)
             attended = _masked_attention(queries, keys, values, index)
-        return attended, {"keys": keys, "values": values, "length": position + length} if keep_state else {}
+        if not keep_state:
+            return attended, {}
+        # Without the queries, which lie between them.
+        return attended, {"keys": keys.contiguous(), "values": values.contiguous(), "length": position + length}
 
     def _attend_chunks(
         self, projected: Tensor, state: LayerState | None, keep_state: bool

@@ -92,7 +92,10 @@ class SequenceLayer(nn.Module):
 
 
 def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
-    """States are float32, whatever the compute precision, except in float64 models."""
+    """What is summed up in a state is float32, whatever the compute precision, except in float64 models.
+
+    Keys and values of full and chunked attention, which are only kept, have the precision they were computed in.
+    """
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 

@@ -111,7 +111,8 @@ class DiagonalStateSpace(nn.Module):
             readout, log_a = self.discretized()
             before = None if state is None else torch.view_as_complex(state)
             if u.shape[1] == 1:
-                return self._step(u, before, readout, log_a)
+                y, after = self._step(u, before, readout, log_a)
+                return y, after if keep_state else None
             taps = kernel(readout, log_a, u.shape[1])
             taps = torch.cat([taps[:, :1] + self.skip.unsqueeze(-1).to(taps.dtype), taps[:, 1:]], dim=-1)
             y = convolve(u, taps)

@@ -32,7 +32,7 @@ def disabled() -> Iterator[None]:
 
 def usable(device: torch.device) -> bool:
     """Whether GPU kernels can run on a device and are wanted."""
-    return _enabled and _TRITON and device.type == "cuda" and _capable(device.index or 0)
+    return _enabled and _TRITON and device.type == "cuda" and _capable(device.index)
 
 
 def half(tensor: Tensor) -> torch.dtype | None:
@@ -52,5 +52,7 @@ def without_gradients() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _capable(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (8, 0)
+def _capable(index: int | None) -> bool:
+    # A kernel is launched on the current device, wherever its tensors are.
+    current = torch.cuda.current_device()
+    return index in (None, current) and torch.cuda.get_device_capability(current) >= (8, 0)

@@ -10,24 +10,24 @@ from torch import Tensor
 from gss.ops.vandermonde import evaluate, project
 
 
-def carried_output(state: Tensor, readout: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
-    """What a state from before the piece adds to its outputs: [B, L, H]. `table`: see `gss.ops.vandermonde`."""
+def carried_output(state: Tensor, readout: Tensor, log_a: Tensor, length: int) -> Tensor:
+    """What a state from before the piece adds to its outputs: [B, L, H]."""
     batch, channels, _ = state.shape
     weights = readout * transition(log_a, readout.dtype) * state  # the first token sees the state one step old
     if log_a.shape[0] == 1:
-        rows = evaluate(weights.flatten(0, 1).unsqueeze(0), log_a, length, table)
+        rows = evaluate(weights.flatten(0, 1).unsqueeze(0), log_a, length)
         return rows.view(batch, channels, length).transpose(1, 2)
-    return evaluate(weights.transpose(0, 1), log_a, length, table).permute(1, 2, 0)
+    return evaluate(weights.transpose(0, 1), log_a, length).permute(1, 2, 0)
 
 
-def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None, table: Tensor | None = None) -> Tensor:
+def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None) -> Tensor:
     """The state after a piece [B, L, H], given the one before it (None: zero): one matrix product."""
     batch, length, channels = signal.shape
     if log_a.shape[0] == 1:
         rows = signal.transpose(1, 2).reshape(1, batch * channels, length).flip(-1)
-        added = project(rows, log_a, table).view(batch, channels, -1)
+        added = project(rows, log_a).view(batch, channels, -1)
     else:
-        added = project(signal.permute(2, 0, 1).flip(-1), log_a, table).transpose(0, 1)
+        added = project(signal.permute(2, 0, 1).flip(-1), log_a).transpose(0, 1)
     if state is None:
         return added
     return added + transition(log_a * length, added.dtype) * state

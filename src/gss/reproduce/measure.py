@@ -6,6 +6,7 @@ that drops newlines, runs of spaces and characters it does not know (T5's) less,
 predicted, nor paid for.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -202,6 +203,12 @@ def speed(folder: Path, run: Run) -> dict[str, Any]:
         "tokens_per_second": statistics.median(speeds),
         "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
     }
+
+
+def trained_layout(folder: Path, run: Run) -> Layout:
+    """The layout that a run was trained in, which need not be the one that was planned."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return Layout(config["compile"], config["micro_batch_tokens"], speed(folder, run)["tokens_per_second"])
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:

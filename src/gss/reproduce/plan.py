@@ -5,6 +5,7 @@ the hashes of the tokens, not by the name.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,7 +232,7 @@ def _toml_value(value: Any) -> str:
         return f"[{', '.join(map(_toml_value, value))}]"
     if value is None:
         return '"none"'  # TOML has no null; the config knows the word
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def by_system(runs: Sequence[Run]) -> Iterator[tuple[Corpus, System, list[Run]]]:

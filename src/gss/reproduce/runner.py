@@ -208,8 +208,7 @@ class _Session:
         key = shape(to_mapping(run.config))
         layout = self.layouts.get(key) or self.shelf.layout(run, self.hardware, self.shared)
         if not steps:  # only to be scored
-            trained = measure.speed(self.work / run.name, run)["tokens_per_second"]
-            layout = Layout(run.config.compile, run.config.micro_batch_tokens, trained)
+            layout = measure.trained_layout(self.work / run.name, run)
         if layout is None and (self.end is None or self._time_left() > 2 * self.longest_probe):
             started = time.monotonic()
             self.say(f"{run.name}: measuring the speed")

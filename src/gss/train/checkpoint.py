@@ -88,11 +88,14 @@ def verify(path: Path) -> dict[str, Any]:
     wrong += [f"{name} does not belong there" for name in found - manifest["files"].keys()]
     for name in sorted(manifest["files"].keys() & found):
         expected = manifest["files"][name]
-        size = (path / name).stat().st_size
-        if size != expected["size"]:
-            wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
-        elif _size_and_hash(path / name)["sha256"] != expected["sha256"]:
-            wrong.append(f"{name} has other contents than were written")
+        try:
+            size = (path / name).stat().st_size
+            if size != expected["size"]:
+                wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
+            elif _size_and_hash(path / name)["sha256"] != expected["sha256"]:
+                wrong.append(f"{name} has other contents than were written")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
     if wrong:
         raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {'; '.join(wrong)}")
     return manifest
@@ -131,9 +134,12 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
-def retain(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints but the newest few and those at multiples of `keep_every` steps."""
-    for path in checkpoints(folder)[:-keep_last]:
+def retain(folder: Path, newest: int, keep_last: int, keep_every: int | None) -> None:
+    """Of the checkpoints up to step `newest`, delete all but the last few and those at multiples of `keep_every` steps.
+
+    Later ones are damaged, or of a run that was put back: they count for nothing, and are written over in their turn.
+    """
+    for path in [path for path in checkpoints(folder) if step_of(path) <= newest][:-keep_last]:
         if keep_every is None or step_of(path) % keep_every:
             _retire(path)
 

@@ -292,7 +292,7 @@ class _Run:
                 }
                 checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
                 keep = self.config.checkpoint
-                checkpoint.retain(self.folder.checkpoints, keep.keep_last, keep.keep_every)
+                checkpoint.retain(self.folder.checkpoints, self.step, keep.keep_last, keep.keep_every)
             except (OSError, ValueError) as caught:
                 error = caught
         _agree(self.world, error)

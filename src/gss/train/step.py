@@ -89,7 +89,7 @@ class Stepper:
         """Forward, backward, clip, update: step number `step`, counted from 0."""
         config, world = self.config, self.world
         # Whatever is random in a step (dropout) depends on its number alone, so that it is the same after a resume.
-        torch.manual_seed((config.seed * 1_000_003 + step) * 65_537 + world.rank)
+        torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + world.rank) % 2**63)
         learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
         targets = world.sum(batch.mask.sum())
         scale = world.size / targets.clamp(min=1)  # DDP and FSDP2 average over processes, which is undone here

@@ -126,7 +126,7 @@ class Buffers:
         self.x, self.normed = room(batch, E), room(batch, E, dtype=torch.bfloat16)
         self.gate, self.gated = room(batch, F, dtype=between), room(batch, F, dtype=between)
         self.inner, self.base = room(batch, H), room(batch, H)
-        self.partial = room(tiles.splits, batch, E)
+        self.partial = room(_slices(F, tiles)[1], batch, E)
         self.logits = room(batch, V)
         self.best = room(batch, triton.cdiv(V, head_rows))
         self.best_token = room(*self.best.shape, dtype=torch.int32)
@@ -215,6 +215,13 @@ def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     )  # fmt: skip
 
 
+def _slices(width: int, tiles: Tiles) -> tuple[int, int]:
+    """How the sum over a gate's width is cut, in whole tiles: columns a slice, and slices, few where it is narrow."""
+    depth = tiles.output_many.depth
+    part = triton.cdiv(triton.cdiv(width, tiles.splits), depth) * depth
+    return part, triton.cdiv(width, part)
+
+
 def many_layer(
     weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, pending: bool = True, only: str = ""
 ) -> None:
@@ -246,8 +253,8 @@ def many_layer(
     if only in ("", "output"):
         tile = tiles.output_many
         columns = _columns(tile, batch)
-        part = triton.cdiv(triton.cdiv(F, tiles.splits), tile.depth) * tile.depth
-        decode_batch.output_many[(triton.cdiv(E, tile.rows), tiles.splits, triton.cdiv(batch, columns))](
+        part, slices = _slices(F, tiles)
+        decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(batch, columns))](
             buffers.gated, weights.output[0][layer], buffers.partial,
             batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
         )  # fmt: skip
@@ -275,13 +282,13 @@ def _add_and_norm(
     pending: bool,
 ) -> None:
     """Finish the layer before, if there is one to finish, and norm for the next."""
-    D, _, E, _, H, _, W = weights.sizes
+    D, _, E, F, H, _, W = weights.sizes
     here = min(layer, D - 1)
     grid = buffers.batch + (triton.cdiv(buffers.batch * H, tiles.channels) if layer < D else 0)
     decode_batch.add_and_norm[(grid,)](
         buffers.x, buffers.partial, weights.output[1][max(layer - 1, 0)], *norm, buffers.normed,
         buffers.inputs[here], weights.taps[here], buffers.echo[here], buffers.base, buffers.read,
-        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=tiles.splits if pending else 0,
+        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=_slices(F, tiles)[1] if pending else 0,
         E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles, early=tiles.norm_early),
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ def contiguous(x: Tensor) -> Tensor:
 def _swapped(source: Tensor) -> Tensor:
     batch, width, height = source.shape
     out = torch.empty(batch, height, width, dtype=source.dtype, device=source.device)
-    grid = (triton.cdiv(height, _TILE), triton.cdiv(width, _TILE), batch)
+    grid = (batch * triton.cdiv(height, _TILE), triton.cdiv(width, _TILE))  # only the first axis has no limit
     _transpose_kernel[grid](source, out, height, width, TILE=_TILE, num_warps=4)
     return out
 
@@ -42,8 +42,9 @@ def _swapped(source: Tensor) -> Tensor:
 @triton.jit
 def _transpose_kernel(source, out, height, width, TILE: tl.constexpr):
     """out [B, P, Q] from [B, Q, P]."""
-    base = tl.program_id(2).to(tl.int64) * height * width
-    p = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(height, TILE)
+    base = (tl.program_id(0) // tiles).to(tl.int64) * height * width
+    p = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     q = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (q < width)[:, None] & (p < height)[None, :]
     tile = tl.load(source + base + q[:, None] * height + p[None, :], mask=inside, other=0.0)
