@@ -36,6 +36,13 @@ def test_goes_on_from_a_state() -> None:
     _, state = read(model, torch.tensor([context]))
     after = list(stream(model, question, max_tokens=10, sampling=GREEDY, state=state))
     assert after == list(stream(model, context + question, max_tokens=10, sampling=GREEDY))
+    questions = [question, [7, 8, 9], [3]]
+    rows = list(stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=state.select([0, 0, 0])))
+    for row, asked in enumerate(questions):
+        alone = list(stream(model, context + asked, max_tokens=10, sampling=GREEDY))
+        assert [tokens[row] for tokens in rows] == alone
+    with pytest.raises(ValueError, match="the state is of 1 sequences and there are 3 prompts"):
+        list(stream_many(model, questions, max_tokens=10, state=state))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

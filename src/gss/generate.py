@@ -107,14 +107,27 @@ def read(
 
 
 @torch.no_grad()
-def read_many(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, ModelState]:
-    """Read prompts of any lengths: logits [B, V] after each one's last token, and their states as one batch."""
+def read_many(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], state: ModelState | None = None
+) -> tuple[Tensor, ModelState]:
+    """Read prompts of any lengths: logits [B, V] after each one's last token, and their states as one batch.
+
+    With a `state` of as many sequences, each prompt goes on from its own.
+    """
+    if state is not None and state.batch != len(prompts):
+        raise ValueError(
+            f"the state is of {state.batch} sequences and there are {len(prompts)} prompts: select its rows"
+        )
     device = model.embedding.weight.device
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(row)
     parts = [
-        read(model, torch.tensor([list(prompts[row]) for row in rows], dtype=torch.int64, device=device))
+        read(
+            model,
+            torch.tensor([list(prompts[row]) for row in rows], dtype=torch.int64, device=device),
+            None if state is None else state.select(rows),
+        )
         for rows in by_length.values()
     ]
     order = torch.tensor([row for rows in by_length.values() for row in rows]).argsort()
@@ -137,7 +150,7 @@ def stream_many(
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
-    own seed. With `state` (of as many rows) the prompts are of one length and go on from there. `precision` is auto,
+    own seed. With `state`, of as many sequences, each goes on from its own. `precision` is auto,
     fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
     """
     if max_tokens < 1:
@@ -149,11 +162,7 @@ def stream_many(
     device = model.embedding.weight.device
     precision = resolved(precision, model)
     with running(model, precision):
-        if state is None:
-            logits, state = read_many(model, prompts)
-        else:
-            ids = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=device)
-            logits, state = read(model, ids, state)
+        logits, state = read_many(model, prompts, state)
         steps = decoder(model, state)
     seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
     for row, prompt in enumerate(prompts):

@@ -287,6 +287,8 @@ def test_the_papers_scale_writes_commands(corpus: Corpus, tmp_path: Path) -> Non
         (["table1", "--time-limit", "0"], "must be over 0"),
         (["table1", "--corpus", "math"], "there is no corpus 'math' in the data; there are: books"),
         (["vocabulary", "--evaluate-tokens", "9"], "compared on whole documents"),
+        (["table1", "--evaluate-tokens", "0"], "--evaluate-tokens must be at least 1, not 0"),
+        (["table1", "--set", "seed=3"], "give seeds with --seeds"),
         (["table1", "--data", "/nowhere"], "neither is a prepared corpus nor holds one"),
     ],
 )

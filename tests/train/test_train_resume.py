@@ -101,6 +101,10 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path)
     after = run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate", "steps"])
     assert after[:12] == before
     assert len(after) == 16
+    with pytest.raises(ValueError, match="--allow stepz: there is no such setting"):
+        run(longer, corpus, tmp_path / "run", allow=["stepz"])
+    with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*give another --out$"):
+        run(small_config(steps=16, model__vocab_size=300), corpus, tmp_path / "run")
 
 
 def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
@@ -218,6 +222,13 @@ def test_the_run_folder_explains_itself(corpus: Path, tmp_path: Path) -> None:
     assert data["hash"] == json.loads((corpus / "manifest.json").read_text())["hash"]
     (environment,) = json.loads((out / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
+    (out / "environment.json").write_text("not what it was")  # no reason not to go on
+    run(config, corpus, out)
+    assert len(json.loads((out / "environment.json").read_text())) == 1
+    modes = {
+        path.stat().st_mode for path in out.rglob("*") if path.is_file() and path.parent.parent.name == "checkpoints"
+    }
+    assert modes == {(out / "data.json").stat().st_mode}
     assert load_tokenizer(out / "tokenizer").hash == data["tokenizer"]
     trainer = checkpoint.load(out / "checkpoints" / "step-00000012").trainer
     assert trainer["config"]["steps"] == 12

@@ -94,19 +94,19 @@ class Run:
 
 def find_corpora(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Corpus]:
     """The prepared corpora in these folders: each is one, or holds some. `names` chooses among them, in its order."""
-    found: dict[str, Corpus] = {}
+    found: dict[str, Path] = {}
     for folder in folders:
         inside = [folder] if (folder / MANIFEST).is_file() else sorted(p.parent for p in folder.glob(f"*/{MANIFEST}"))
         if not inside:
             raise ValueError(f"{folder} neither is a prepared corpus nor holds one: make one with gss prepare")
         for path in inside:
-            corpus = _corpus(path)
-            if found.setdefault(corpus.name, corpus).folder != path:
-                raise ValueError(f"two corpora are named {corpus.name}: {found[corpus.name].folder} and {path}")
+            name = path.resolve().name
+            if found.setdefault(name, path) != path:
+                raise ValueError(f"two corpora are named {name}: {found[name]} and {path}")
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ValueError(f"there is no corpus {unknown[0]!r} in the data; there are: {', '.join(found)}")
-    return [found[name] for name in names] if names else list(found.values())
+    return [_corpus(found[name]) for name in names or found]
 
 
 def _corpus(folder: Path) -> Corpus:
@@ -165,6 +165,10 @@ def planned(
         raise ValueError("no seeds: give at least one, for example --seeds 0")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens must be at least 1, not {tokens}")
+    if evaluate_tokens is not None and evaluate_tokens < 1:
+        raise ValueError(f"--evaluate-tokens must be at least 1, not {evaluate_tokens}")
+    if "seed" in (changes or {}):
+        raise ValueError("give seeds with --seeds, not with --set seed")
     if evaluate_tokens is not None and target.layout == "vocabulary":
         raise ValueError("vocabularies are compared on whole documents: so many tokens of each would be other texts")
     systems = chosen(target, only)

@@ -62,7 +62,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
         names = sorted(path.name for path in aside.iterdir())
         files = {name: _size_and_hash(aside / name) for name in names}
         _write(aside / MANIFEST, _manifest(step, files))
+        usual = (aside / TRAINER).stat().st_mode
         for path in aside.iterdir():
+            path.chmod(usual)  # safetensors makes files that nobody else may read
             _sync(path)
         _sync(aside)
         if final.exists():  # a damaged one, or one of a run that was put back to an earlier step

@@ -64,8 +64,7 @@ class RunFolder:
         if dataset.manifest is not None:
             dataset.tokenizer().save(self.path / "tokenizer")
         path = self.path / "environment.json"
-        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        _write_json(path, [*starts, _environment(world_size, device)])
+        _write_json(path, [*_starts(path), _environment(world_size, device)])
 
     def cut_metrics(self, step: int) -> None:
         """Drop rows after a step: those of work that was lost with the process, which will be done again."""
@@ -83,6 +82,15 @@ class RunFolder:
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
         (folder / f"step-{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def _starts(path: Path) -> list[Any]:
+    """The starts that are on record; a record that is no longer one is begun anew."""
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return starts if isinstance(starts, list) else []
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

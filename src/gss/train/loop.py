@@ -20,7 +20,7 @@ from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_d
 from gss.data.manifest import verify_files
 from gss.model import build_model
 from gss.train import checkpoint, probe, snapshot
-from gss.train.config import TrainConfig, differences
+from gss.train.config import TrainConfig, differences, flattened
 from gss.train.distributed import World, gathered, joined, reshard
 from gss.train.folder import RunFolder, data_facts
 from gss.train.interrupt import Interrupt
@@ -57,6 +57,7 @@ def train(
     optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to train longer.
     Under torchrun every process calls this.
     """
+    _refuse_unknown(allow, config)
     with joined(config.device) as world:
         # One process reads all of the data against its hashes; the others wait for its word, then trust it.
         dataset, error = None, None
@@ -337,6 +338,13 @@ class _Run:
         return TrainResult(self.folder.path, self.step, self._last_row["loss"] if self._last_row else None, signal)
 
 
+def _refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
+    known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
+    unknown = [name for name in allow if name not in known]
+    if unknown:
+        raise ValueError(f"--allow {unknown[0]}: there is no such setting; settings are named as with --set")
+
+
 def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
     changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
     now = data_facts(dataset)
@@ -346,7 +354,8 @@ def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datas
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)
+        # Another vocabulary is another model: there is no going on with it.
+        otherwise = "" if "model.vocab_size" in changed else f", or go on all the same with {flags}"
         raise ValueError(
-            f"the run folder holds a run with other settings: {what}. Put them back, give another --out, or go on "
-            f"all the same with {flags}"
+            f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
         )
