@@ -107,7 +107,40 @@ def test_out_is_never_overwritten_by_accident(corpus: Path, tmp_path: Path) -> N
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="not a prepared corpus"):
         prepare([str(corpus)], tmp_path / "mine", BYTES, workers=1)
+    (tmp_path / "mine" / "manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(ValueError, match="not a prepared corpus"):
+        prepare([str(corpus)], tmp_path / "mine", BYTES, workers=1, force=True)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+    (out / "manifest.json").write_text((out / "manifest.json").read_text()[:-20])  # damaged: it may be replaced
+    assert prepare([str(corpus)], out, BYTES, workers=1, force=True).hash == first.hash
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "mine", "out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_out_is_never_a_source(corpus: Path, tmp_path: Path, force: bool) -> None:
+    (tmp_path / "link").symlink_to(corpus, target_is_directory=True)
+    links, held = tmp_path / "links", tmp_path / "held.preparing"
+    links.mkdir()
+    (links / "000.txt").symlink_to(corpus / "000.txt")
+    held.mkdir()
+    (held / "a.txt").write_text("a source beside its target")
+    before = {folder: folder_bytes(folder) for folder in (corpus, links, held)}
+    for source, out in (
+        (corpus, corpus),
+        (corpus, tmp_path / "link"),
+        (tmp_path / "link", corpus),
+        (corpus, tmp_path),
+        (corpus, tmp_path / "nowhere" / ".."),
+        (corpus / "000.txt", corpus / "000.txt"),
+        (links, links),  # the link itself lies there
+        (links, corpus),  # what it leads to lies there
+        (held, tmp_path / "held"),
+    ):
+        with pytest.raises(ValueError, match="is a source or holds one, and would be replaced: choose another --out"):
+            prepare([str(source)], out, BYTES, workers=1, force=force)
+    assert {folder: folder_bytes(folder) for folder in before} == before
+    inside = corpus / "prepared"  # a new folder among the sources is no harm
+    assert prepare([str(corpus)], inside, BYTES, workers=1).hash == read_manifest(inside).hash
 
 
 def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
@@ -165,6 +198,10 @@ def test_a_vocabulary_too_large_for_its_dtype(corpus: Path, tmp_path: Path) -> N
     write_manifest(out, content)
     with pytest.raises(ValueError, match="70000 ids do not fit tokens of uint16"):
         open_dataset(out)
+    for dtype in ("O", "float64", "<u2", 3, None):
+        write_manifest(out, {**manifest.content, "dtype": dtype})
+        with pytest.raises(ValueError, match="tokens are uint16 or uint32, not"):
+            open_dataset(out)
 
     class Lying(ByteTokenizer):
         def encode(self, text: str) -> np.ndarray:  # type: ignore[type-arg]

@@ -118,6 +118,42 @@ def test_arxiv_articles(tmp_path: Path) -> None:
     assert left_out["no source file"]["first"] == ["1001.0008"]
 
 
+def test_articles_that_expand_without_end_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gss.data.latex.MAX_ARTICLE", 1 << 17)
+    root = tmp_path / "arxiv"
+    articles = {
+        "good": [f"\\input{{f{number + 1}}}" for number in range(20)] + ["the bottom"],
+        "doubled": [f"{'text ' * 200}\\input{{f{number + 1}}}\\input{{f{number + 1}}}\n" for number in range(13)],
+        "empty": [f"\\input{{f{number + 1}}}\\input{{f{number + 1}}}" for number in range(30)] + [""],
+        "deep": [f"\\input{{f{number + 1}}}" for number in range(1200)],
+    }
+    for name, files in articles.items():
+        (root / name).mkdir(parents=True)
+        (root / name / "main.tex").write_text("\\documentclass{a} \\input{f0}")
+        for number, text in enumerate(files):
+            (root / name / f"f{number}.tex").write_text(text)
+    found = prepared("arxiv", tmp_path / "out", local=str(root))
+    assert [documents for split in found.values() for documents in split.items()] == [
+        ("good", "\\documentclass{a} the bottom")
+    ]
+    left_out = read_manifest(tmp_path / "out").left_out
+    assert left_out == {"row too long": {"documents": 3, "first": ["deep", "doubled", "empty"]}}
+
+
+def test_an_encrypted_archive_is_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "arxiv"
+    root.mkdir()
+    (root / "good.gz").write_bytes(gzip.compress(b"\\documentclass{a} one file"))
+    with zipfile.ZipFile(root / "locked.zip", "w") as archive:
+        archive.writestr("main.tex", "\\documentclass{a}")
+    raw = bytearray((root / "locked.zip").read_bytes())
+    raw[raw.index(b"PK\3\4") + 6] |= 1  # the flag of encryption, in both of the entry's headers
+    raw[raw.index(b"PK\1\2") + 8] |= 1
+    (root / "locked.zip").write_bytes(raw)
+    prepared("arxiv", tmp_path / "out", local=str(root))
+    assert read_manifest(tmp_path / "out").left_out == {"unreadable": {"documents": 1, "first": ["locked.zip"]}}
+
+
 def test_github_repositories(tmp_path: Path) -> None:
     root = tmp_path / "repositories"
     files = {

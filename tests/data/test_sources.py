@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import random
 from pathlib import Path
 
@@ -56,6 +57,27 @@ def test_jsonl_rows_are_documents(tmp_path: Path, texts: list[str], ending: str,
     source = compress(tmp_path / "rows.jsonl", lines.encode(), ending)
     found = prepared(source, tmp_path / "out", field="body", piece_bytes=piece_bytes)
     assert sorted(text for split in found.values() for text in split.values()) == sorted(texts)
+
+
+def test_endings_in_capitals(tmp_path: Path, texts: list[str]) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for number, ending in enumerate((".GZ", ".Xz", ".ZST")):
+        compress(folder / f"{number}.TXT", texts[number].encode(), ending.lower()).rename(
+            folder / f"{number}.TXT{ending}"
+        )
+    (folder / "3.md").write_text(texts[3])
+    (folder / "4.MD").write_text(texts[4])
+    # So short pieces that a compressed file taken for a plain one would be cut.
+    found = prepared(folder, tmp_path / "out", suffixes=(".Md",), piece_bytes=100)
+    assert sorted(text for split in found.values() for text in split.values()) == sorted(texts[:5])
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "first"}\n{"text": "\ufeffsecond"}\n', encoding="utf-8-sig")
+    found = prepared(tmp_path / "rows.jsonl", tmp_path / "out")
+    assert sorted(text for split in found.values() for text in split.values()) == ["first", "\ufeffsecond"]
+    assert read_manifest(tmp_path / "out").left_out == {}
 
 
 def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
@@ -199,6 +221,39 @@ def test_bad_documents_are_counted_and_named(tmp_path: Path) -> None:
     }
     assert "c/binary.txt" in left_out["binary"]["first"]
     assert "c/late.txt" in left_out["invalid UTF-8"]["first"]
+
+
+def test_bad_documents_never_end_the_preparation(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good")
+    (folder / "blank.txt").write_bytes(b" \n" * (2 * BLOCK))  # read in several pieces, none of which knows the others
+    (folder / "rows.jsonl").write_text('{"n": ' + "9" * 5000 + ', "text": "x"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"]}), folder / "footer.parquet")
+    whole = (folder / "footer.parquet").read_bytes()
+    start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    (folder / "footer.parquet").write_bytes(whole[:start] + b"\xff" * (len(whole) - 8 - start) + whole[-8:])
+    found = prepared(folder, tmp_path / "out", piece_bytes=BLOCK)
+    assert [text for split in found.values() for text in split.values()] == ["good"]
+    assert read_manifest(tmp_path / "out").left_out == {
+        "empty": {"documents": 1, "first": ["c/blank.txt"]},
+        "invalid JSON": {"documents": 1, "first": ["c/rows.jsonl@0"]},
+        "unreadable": {"documents": 1, "first": ["c/footer.parquet"]},
+    }
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "été.txt").write_text("good")
+    (folder / os.fsdecode(b"\xff.txt")).write_bytes(b"\0")
+    found = prepared(folder, tmp_path / "out")
+    assert [name for split in found.values() for name in split] == ["caf\\xe9/été.txt"]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.left_out["binary"]["first"] == ["caf\\xe9/\\xff.txt"]
+    assert manifest.content["sources"] == [str(folder)]
 
 
 def test_rows_too_long_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

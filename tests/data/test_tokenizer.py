@@ -1,5 +1,6 @@
 """Vocabularies: exact round trips, losses named, saved and loaded by hash, bad files refused."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gss.data.sources import SourceOptions
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, require_same
-from gss.data.tokenizer_training import SMALLEST, train_tokenizer
+from gss.data.tokenizer_training import SMALLEST, _write_sample, train_tokenizer
 
 # Any Unicode text, and text rich in what vocabularies stumble over.
 TEXTS = st.one_of(
@@ -67,6 +69,37 @@ def test_training_reports_progress_and_refuses_nonsense(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
 
 
+def test_training_replaces_a_vocabulary_and_nothing_else(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("one two three four five six seven\n" * 50)
+    with pytest.raises(ValueError, match="holds no vocabulary: choose another --out"):
+        train_tokenizer([str(corpus)], corpus, vocab_size=300, force=True)
+    assert [path.name for path in corpus.iterdir()] == ["a.txt"]
+    load_tokenizer("bytes").save(tmp_path / "v")
+    trained = train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=300, force=True)
+    assert load_tokenizer(tmp_path / "v").hash == trained.hash
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_sample_is_taken_evenly_and_counted_in_bytes(tmp_path: Path, letter: str, ending: str) -> None:
+    sources = []
+    for number in range(4):
+        text = "".join(f"{number} {letter * 50} {line:03d}\n" for line in range(500)).encode()
+        sources.append(tmp_path / f"{number}.txt{ending}")
+        sources[-1].write_bytes(gzip.compress(text) if ending else text)
+    limit = 20_000
+    for attempt in ("first", "second"):
+        _write_sample([str(source) for source in sources], SourceOptions(), tmp_path / attempt, limit, lambda *_: None)
+    sample = (tmp_path / "first").read_bytes()
+    assert limit / 2 <= len(sample) <= limit
+    assert sample == (tmp_path / "second").read_bytes()
+    taken = [int(line.split()[0]) * 500 + int(line.split()[2]) for line in sample.decode().splitlines()]
+    assert len(set(np.diff(taken))) == 1  # one line in so many, from the first source to the last
+    assert {number // 500 for number in taken} == {0, 1, 2, 3}
+
+
 def test_lossy_vocabulary_is_known_as_such(t5_like: Path) -> None:
     tokenizer = load_tokenizer(t5_like)
     assert not tokenizer.lossless
@@ -92,6 +125,30 @@ def test_end_of_document_can_be_named(word_json: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no end-of-document token"):
         load_tokenizer(tmp_path / "tokenizer.json")
     assert load_tokenizer(tmp_path / "tokenizer.json", eos="end").eos_id == 1
+
+
+def test_the_end_of_document_of_a_folder(word_json: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.json").write_bytes(word_json.read_bytes())
+    tokenizer = load_tokenizer(tmp_path / "plain", eos="w7")
+    assert tokenizer.eos_id == 9
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved", eos="w7").eos_id == 9
+    with pytest.raises(ValueError, match="ends documents with 'w7', not '</s>': leave --eos out"):
+        load_tokenizer(tmp_path / "saved", eos="</s>")
+    load_tokenizer("bytes").save(tmp_path / "bytes")
+    for spec in ("bytes", tmp_path / "bytes"):
+        with pytest.raises(ValueError, match="leave --eos out"):
+            load_tokenizer(spec, eos="</s>")
+
+
+def test_ids_beyond_the_vocabulary_are_left_out(t5_like: Path, word_json: Path) -> None:
+    """A model may have more ids than its vocabulary."""
+    for spec in ("bytes", t5_like, word_json):
+        tokenizer = load_tokenizer(spec)
+        ids = tokenizer.encode("w1 w2").tolist()
+        beyond = [tokenizer.vocab_size, *ids, tokenizer.vocab_size + 500]
+        assert tokenizer.decode(beyond) == tokenizer.decode(np.asarray(beyond)) == tokenizer.decode(ids)
 
 
 def test_saved_and_loaded_are_the_same(
@@ -126,6 +183,11 @@ def test_bad_vocabularies_are_refused(tmp_path: Path, t5_like: Path) -> None:
     model = tmp_path / "saved" / "tokenizer.model"
     model.write_bytes(model.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is not the one its description names"):
+        load_tokenizer(tmp_path / "saved")
+    description = json.loads((tmp_path / "saved" / "vocabulary.json").read_text())
+    del description["hash"]
+    (tmp_path / "saved" / "vocabulary.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"does not describe a vocabulary \('hash'\)"):
         load_tokenizer(tmp_path / "saved")
     (tmp_path / "saved" / "vocabulary.json").write_text("{}")
     with pytest.raises(ValueError, match="does not describe"):

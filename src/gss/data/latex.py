@@ -11,7 +11,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from gss.data import blocks
@@ -19,6 +19,8 @@ from gss.data.blocks import Skip
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
 MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
+MAX_DEPTH = 32  # files that include one another; TeX itself allows about half as many
+_SMALLEST = 512  # bytes that a file counts for at least, so that millions of empty ones end, too
 
 _SOURCES = (".tex", ".ltx", ".latex")
 _INCLUDED = (*_SOURCES, ".sty", ".cls", ".bbl", ".tikz", ".pgf")
@@ -34,10 +36,12 @@ def article_text(path: Path) -> str:
         files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
         raise Skip(blocks.UNREADABLE) from error
+    except RuntimeError as error:  # how zipfile tells of encryption, and of a compression that it does not know
+        raise Skip(blocks.UNREADABLE) from error
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None
     texts = {name: _decode(content, latin1) for name, content in files.items() if _included(name)}
-    return "".join(_resolve(main, texts, (main,)))
+    return "".join(_resolve(main, texts, (main,), 0))
 
 
 def _included(name: str) -> bool:
@@ -114,11 +118,19 @@ def _main_file(files: dict[str, bytes]) -> str:
     return min(complete or sources, key=preference)
 
 
-def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...]) -> Iterator[str]:
-    """A file's text with its inclusions in place; one that is missing or includes itself stays as it is written."""
+def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], size: int) -> Generator[str, None, int]:
+    """A file's text with its inclusions in place; one that is missing or includes itself stays as it is written.
+
+    `size` is the bytes of the files put in place so far, each counted as often as it is included; returned with those
+    of this file and all below it added.
+    """
     text = texts[name]
     if text is None:
         raise Skip(blocks.INVALID_UTF8)
+    size += max(_SMALLEST, len(text.encode("utf-8")))
+    _check_size(size)
+    if len(above) > MAX_DEPTH:
+        raise Skip(blocks.ROW_TOO_LONG)
     for line in text.splitlines(keepends=True):
         comment = _COMMENT.search(line)
         code = line[: comment.start()] if comment else line
@@ -128,9 +140,10 @@ def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...]) ->
             if target is None or target in above:
                 continue
             yield line[position : found.start()]
-            yield from _resolve(target, texts, (*above, target))
+            size = yield from _resolve(target, texts, (*above, target), size)
             position = found.end()
         yield line[position:]
+    return size
 
 
 def _find(wanted: str, source: str, main: str, texts: dict[str, str | None]) -> str | None:

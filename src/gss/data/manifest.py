@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 FORMAT, VERSION = "gss-data", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
+DTYPES = ("uint16", "uint32")  # of tokens
 COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
 
 
@@ -53,7 +54,8 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     """Seal the content with its own hash and write it."""
     sealed = Manifest(content, hashlib.sha256(_canonical(content)).hexdigest())
     text = json.dumps({**content, "hash": sealed.hash}, indent=2, ensure_ascii=False) + "\n"
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+    # A name that is not UTF-8 holds lone surrogates: a backslash replacement is how JSON spells them.
+    with open(folder / MANIFEST, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -74,6 +76,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew") from error
     if hashlib.sha256(_canonical(content)).hexdigest() != stated:
         raise ValueError(f"{path} was altered after it was written (its hash differs): prepare the corpus anew")
+    if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
+        raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return Manifest(content, stated)

@@ -35,6 +35,7 @@ BUCKET = 1 << 21  # documents whose digests are compared at once
 COPY = 1 << 22  # tokens copied at once
 NAMED = 10  # documents named for each reason that left some out
 _DUPLICATE = 1 + REASONS.index(blocks.DUPLICATE)
+_EMPTY = 1 + REASONS.index(blocks.EMPTY)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def _write_table(parts: list[Path], path: Path, shares: SplitShares) -> int:
                 digests += bytes.fromhex(fragment_digests[str(i)])
                 keep[i] = bool(records["last"][i])
                 if keep[i]:
+                    if not joined["words"][0]:
+                        joined["skip"] = np.maximum(joined["skip"], _EMPTY)
                     joined["digest"] = np.frombuffer(document_digest(digests), "<u8")
                     rows[i] = joined[0]
             rows = rows[keep]

@@ -234,5 +234,10 @@ class _PartWriter:
 
     def _append(self, records: npt.NDArray[Any], names: list[str]) -> None:
         self._records.write(records.tobytes())
-        self._names.writelines(_JSON.encode(name) + "\n" for name in names)
+        self._names.writelines(_JSON.encode(_printable(name)) + "\n" for name in names)
         self._count += len(records)
+
+
+def _printable(name: str) -> str:
+    """A name as it is, with a backslash before the bytes of a file's name that are not UTF-8."""
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", errors="backslashreplace")

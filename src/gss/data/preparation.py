@@ -56,7 +56,8 @@ def prepare(
     """Tokenise sources into the folder `out` and return its manifest; run again after a kill, it goes on.
 
     Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
-    contents. `force` replaces a corpus that is in `out` already; without it a different one is refused.
+    contents. `force` replaces a corpus that is in `out` already; without it a different one is refused. Anything else
+    in `out` is never replaced.
     """
     options = options or SourceOptions()
     shares = SplitShares(valid, test)
@@ -64,9 +65,10 @@ def prepare(
     pieces = find_pieces(list(sources), options)
     request = _request(options, shares, tokenizer, pieces)
     work = target.with_name(target.name + ".preparing")
+    _refuse_sources_in((target, work), pieces)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work):
-        there = None if force else _already_there(target, request)
+        there = _already_there(target, request, force)
         if there is None:
             units = make_units(pieces, options.piece_bytes)
             _open_work(work, request, units, tokenizer)
@@ -88,11 +90,28 @@ def _request(options: SourceOptions, shares: SplitShares, tokenizer: Tokenizer, 
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _already_there(target: Path, request: str) -> Manifest | None:
+def _refuse_sources_in(folders: Sequence[Path], pieces: list[Piece]) -> None:
+    """Refuse to write where a source lies: what is there is cleared away in the end."""
+    paths = {Path(piece.path) for piece in pieces}
+    parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
+    # A link counts where it lies and where it leads.
+    places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
+    for folder in folders:
+        resolved = folder.resolve()
+        if any(place.is_relative_to(resolved) for place in places):
+            raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
+
+
+def _already_there(target: Path, request: str, force: bool) -> Manifest | None:
+    """The corpus in `target` if it is the one asked for; None where one may be written."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
-    if not (target / MANIFEST).is_file():
-        raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out")
+    manifest = target / MANIFEST
+    # Of a damaged corpus, which may be replaced, the format's name is still there.
+    if not manifest.is_file() or FORMAT.encode() not in manifest.read_bytes():
+        raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out, or remove it yourself")
+    if force:
+        return None
     found = read_manifest(target)
     if found.content["request"] != request:
         raise ValueError(

@@ -4,6 +4,7 @@ A piece is what one process reads at a stretch: a file, a range of one, or a fol
 are plain data, found by `sources`. Bad documents raise Skip while they are read. Nothing here knows of tokens.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -56,7 +57,7 @@ def read_piece(piece: Piece) -> Iterator[Fragment]:
 def open_binary(path: str) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed by the ending of its name; Skip where the compression is damaged."""
     openers: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zstandard}
-    opener = next((opener for ending, opener in openers.items() if path.endswith(ending)), _open_plain)
+    opener = next((opener for ending, opener in openers.items() if path.lower().endswith(ending)), _open_plain)
     try:
         with opener(path) as stream:
             yield cast(BinaryIO, stream)
@@ -198,13 +199,14 @@ def _read_jsonl(piece: Piece) -> Iterator[Fragment]:
         if line is None:
             yield _skipped(name, blocks.ROW_TOO_LONG)
             continue
+        line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError:
             yield _skipped(name, blocks.INVALID_UTF8)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
             yield _skipped(name, blocks.INVALID_ROW)
         else:
             yield row_document(name, row.get(piece.field) if isinstance(row, dict) else row)

@@ -96,7 +96,7 @@ def file_kind(name: str, suffixes: tuple[str, ...]) -> str | None:
     compressed = plain.endswith(COMPRESSIONS)
     if compressed:
         plain = plain.rsplit(".", 1)[0]
-    if plain.endswith((".txt", *suffixes)):
+    if plain.endswith((".txt", *map(str.lower, suffixes))):
         return "text"
     if plain.endswith((".jsonl", ".ndjson")):
         return "jsonl"
@@ -152,7 +152,7 @@ def stretches(kind: str, path: Path, name: str, split: str | None, options: Sour
     """A text's blocks, or the bytes of a file of lines, in pieces of about `piece_bytes`."""
     status = path.stat()
     size, stamp = status.st_size, status.st_mtime_ns
-    if size <= options.piece_bytes or name.endswith(COMPRESSIONS):
+    if size <= options.piece_bytes or name.lower().endswith(COMPRESSIONS):
         yield Piece(kind, str(path), name, size, split, field=options.field, stamp=stamp)
         return
     unit = BLOCK if kind == "text" else 1
@@ -174,7 +174,7 @@ def parquet_pieces(path: Path, name: str, split: str | None, column: str) -> Ite
     status = path.stat()
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-    except pyarrow.ArrowInvalid:
+    except (pyarrow.ArrowInvalid, OSError, UnicodeDecodeError):
         yield Piece("unreadable", str(path), name, status.st_size, split, stamp=status.st_mtime_ns)
         return
     columns = metadata.schema.to_arrow_schema().names

@@ -225,16 +225,21 @@ class SentencePieceTokenizer(_Described):
         return [_array(ids) for ids in self._processor.encode(texts, num_threads=1)]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        return str(self._processor.decode([int(i) for i in ids if i != self.eos_id]))
+        # A model may have more ids than its vocabulary, and the library knows none beyond.
+        return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
 
 
 def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Tokenizer:
-    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked)."""
+    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked).
+
+    `eos` names the token that ends a document, where the vocabulary leaves a choice.
+    """
     if str(spec) in ("bytes", "byte"):
+        _require_end(eos, None, "the vocabulary of bytes")
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
-        return _load_folder(path)
+        return _load_folder(path, eos)
     if not path.is_file():
         raise ValueError(
             f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a SentencePiece .model or a folder made by gss"
@@ -246,25 +251,33 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
 
 
-def _load_folder(folder: Path) -> Tokenizer:
+def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
+    if wanted is not None and wanted != found:
+        end = "an id of its own" if found is None else repr(found)
+        raise ValueError(f"{whose} ends documents with {end}, not {wanted!r}: leave --eos out")
+
+
+def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     description_path = folder / DESCRIPTION
     if not description_path.is_file():
         for name in ("tokenizer.json", "tokenizer.model"):
             if (folder / name).is_file():
-                return load_tokenizer(folder / name)
+                return load_tokenizer(folder / name, wanted_eos)
         raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
         description = json.loads(description_path.read_text(encoding="utf-8"))
         kind, file_name, eos = description["kind"], description["file"], description["eos"]
+        stated = str(description["hash"])
         content = (folder / file_name).read_bytes() if file_name else b""
         found = _hash(kind, description["vocab_size"], description["eos_id"], content)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{description_path} does not describe a vocabulary ({error}): restore it") from error
-    if found != description["hash"]:
+    if found != stated:
         raise ValueError(
             f"the vocabulary in {folder} is not the one its description names "
-            f"(hash {found[:12]} instead of {description['hash'][:12]}): restore the files or prepare anew"
+            f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare anew"
         )
+    _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "tokenizer.json":

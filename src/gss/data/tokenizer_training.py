@@ -12,13 +12,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gss.data.blocks import Block, Skip
 from gss.data.readers import read_piece
 from gss.data.sources import SourceOptions, find_pieces
-from gss.data.tokenizer import SPACE_MARK, SentencePieceTokenizer, load_tokenizer
+from gss.data.tokenizer import DESCRIPTION, SPACE_MARK, SentencePieceTokenizer, load_tokenizer
 
 MODELS = ("unigram", "bpe")
 # Pieces of their own, as the library's trainer reads lines and never sees the ends of them.
@@ -51,8 +52,11 @@ def train_tokenizer(
             f"a vocabulary with bytes for rare characters has at least {SMALLEST} pieces, not {vocab_size}"
         )
     target = Path(out)
-    if target.exists() and any(target.iterdir()) and not force:
-        raise ValueError(f"{target} is not empty: choose another --out, or replace what is there with --force")
+    if target.exists() and any(target.iterdir()):
+        if not (target / DESCRIPTION).is_file():
+            raise ValueError(f"{target} is not empty and holds no vocabulary: choose another --out")
+        if not force:
+            raise ValueError(f"{target} is not empty: choose another --out, or replace what is there with --force")
     report = progress or (lambda stage, share: None)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=target.name + ".", suffix=".tmp", dir=target.parent) as folder:
@@ -99,22 +103,49 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
     """
     pieces = [piece for piece in find_pieces(list(sources), options) if piece.split in (None, "train")]
     total = sum(piece.size for piece in pieces)
-    keep_one_in = max(1, math.ceil(total / max_bytes))
-    read = written = number = 0
-    with open(path, "w", encoding="utf-8", newline="\n") as sample:
+    read = 0
+    with open(path, "wb") as file:
+        sample = _Sample(file, max_bytes)
         for piece in pieces:
             try:
                 for fragment in read_piece(piece):
                     for line in _document_lines(fragment.blocks):
-                        number += 1
-                        if number % keep_one_in == 0 and written < max_bytes:
-                            written += sample.write(line + "\n")
+                        sample.offer(line)
             except Skip:
                 pass  # unusable for training, too; prepare counts and names it
             read += piece.size
             report("reading", read / max(1, total))
-    if not written:
-        raise ValueError(f"no text to train on in {', '.join(sources)}")
+    if not sample.size:
+        raise ValueError(f"no text to train on in {', '.join(sources)}, or no line within {max_bytes} bytes")
+
+
+class _Sample:
+    """A file of lines, one in so many of all that are offered: whenever it is too large, every second one goes.
+
+    How much text there will be need not be known, as it is not of compressed sources. More text than `max_bytes` fills
+    the file at least by half or so.
+    """
+
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._file, self._max_bytes = file, max_bytes
+        self._offered, self._keep_one_in = 0, 1
+        self.size = 0  # bytes
+
+    def offer(self, line: str) -> None:
+        """Take the line if it is its turn."""
+        self._offered += 1
+        if self._offered % self._keep_one_in == 0:
+            self.size += self._file.write(line.encode("utf-8") + b"\n")
+            while self.size > self._max_bytes:
+                self._thin()
+
+    def _thin(self) -> None:
+        self._keep_one_in *= 2
+        self._file.flush()
+        with open(self._file.name, "rb") as lines:
+            self._file.seek(0)  # what is written back stays behind what was read
+            self._file.writelines(islice(lines, 1, None, 2))
+            self.size = self._file.truncate()
 
 
 def _document_lines(blocks: Iterable[Block]) -> Iterator[str]:
