@@ -103,6 +103,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"state_space.decay_range": [0.1]}, "decay_range must be two numbers"),
         ({"state_space": 3}, "state_space is a group of settings"),
         ({"depth.x": 3}, "depth has no field 'x'"),
+        ({"name": "x"}, "ModelConfig has no field 'name'"),
         ({"colour": 3}, "ModelConfig has no field 'colour'; it has: vocab_size"),
         ({"attention.colour": 3}, "AttentionConfig has no field 'colour'"),
     ],

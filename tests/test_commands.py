@@ -96,6 +96,26 @@ def test_eval_refuses_another_vocabulary(folders: tuple[Path, Path], tmp_path: P
         call("eval", run, "--data", tmp_path / "data", "--lengths", "64")
 
 
+def test_eval_of_one_document_is_json(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """It has no standard error, and JSON no NaN. Brackets in a run's path are no markup."""
+    (tmp_path / "text" / "valid").mkdir(parents=True)
+    (tmp_path / "text" / "valid" / "one.txt").write_text("one document " * 20)
+    (tmp_path / "text" / "train").mkdir()
+    (tmp_path / "text" / "train" / "two.txt").write_text("another document " * 20)
+    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), workers=1)
+    run = tmp_path / "a[" / "b]"
+    run.parent.mkdir()
+    run.symlink_to(folders[1])
+    printed = call("eval", run, "--data", tmp_path / "data", "--lengths", "64", "--json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    (row,) = json.loads(printed, parse_constant=refuse)["rows"]
+    assert row["standard_error"] is None
+    assert "a[/b] on valid" in " ".join(call("eval", run, "--data", tmp_path / "data", "--lengths", "64").split())
+
+
 def test_generate(folders: tuple[Path, Path]) -> None:
     _, run = folders
     first = call("generate", run, "--prompt", "the ", "--tokens", 30, "--seed", 4)
@@ -117,18 +137,43 @@ def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:
         call("generate", tmp_path)
     with pytest.raises(ValueError, match="no checkpoint of step 9"):
         call("generate", run, "--step", 9)
+    for command in ("generate", "eval", "report"):
+        with pytest.raises(ValueError, match="device cannot be 'foo'; choose from: auto, cpu, cuda"):
+            call(command, run, "--device", "foo", *(["--data", data] if command == "eval" else []))
     with pytest.raises(ValueError, match="not a list of lengths"):
         call("eval", run, "--data", data, "--lengths", "64,x")
     with pytest.raises(ValueError, match="no document is as long"):
         call("eval", run, "--data", data, "--lengths", "100000")
 
 
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"model": null}'])
+def test_a_config_that_is_none(folders: tuple[Path, Path], tmp_path: Path, content: str) -> None:
+    shutil.copytree(folders[1], tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json (does not describe a run: it has no model|is not valid JSON)"):
+        gss.load(tmp_path / "run")
+
+
+def test_weights_of_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[1], tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["model"]["depth"] = 3
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"step-00000003 holds no weights of the model that .*config\.json describes"):
+        gss.load(tmp_path / "run")
+
+
 def test_a_damaged_checkpoint_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(folders[1], run)
-    weights = run / "checkpoints" / "step-00000003" / "model.safetensors"
+    newest = run / "checkpoints" / "step-00000003"
+    shutil.copytree(newest, run / "checkpoints" / "step-00000005")
+    with pytest.warns(UserWarning, match=r"step-00000005 is damaged.*; using the one before it"):
+        assert gss.load(run).step == 3
+    shutil.rmtree(run / "checkpoints" / "step-00000005")
+    weights = newest / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=r"no checkpoint that can be read\..*is damaged"):
+    with pytest.raises(ValueError, match=r"no checkpoint that can be read \(.*is damaged.*restore one"):
         gss.load(run)

@@ -1,8 +1,9 @@
 """From a run folder, or the model in the box, to a model that is ready to use; states to files and back."""
 
 import json
+import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -54,16 +55,34 @@ def load(run: str | Path | None = None, *, step: int | None = None, device: torc
     folder = box.folder() if run is None else Path(run)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a run folder: it has no config.json (`gss train --out` makes one)")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(folder / "config.json")
     checkpoints = folder / "checkpoints"
     if step is None:
         path, damaged = newest_good(checkpoints)
         if path is None:
-            raise ValueError(f"{folder} has no checkpoint that can be read. {' '.join(damaged)}".strip())
+            what = "; ".join(damaged) or "it has none"
+            raise ValueError(f"{folder} has no checkpoint that can be read ({what}): restore one, or train again")
+        if damaged:
+            warnings.warn(f"{'; '.join(damaged)}; using the one before it", stacklevel=2)
     else:
         path = checkpoints / f"step-{step:08d}"
         if not path.is_dir():
             raise ValueError(f"{folder} has no checkpoint of step {step}: see {checkpoints}")
     model = build_model(from_mapping(ModelConfig, config["model"]))
-    model.load_state_dict(load_checkpoint(path).tensors["model"])
+    tensors = load_checkpoint(path).tensors
+    try:
+        model.load_state_dict(tensors["model"])
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no weights of the model that {folder / 'config.json'} describes") from error
     return Loaded(model.to(device).eval(), load_tokenizer(folder / "tokenizer"), step_of(path), config.get("preset"))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What a run folder's config.json says, the model at least."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(f"{path} does not describe a run: it has no model")
+    return config

@@ -179,7 +179,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> ModelConfig:
+def preset(name: str, /, **overrides: Any) -> ModelConfig:
     """The configuration of a preset, with some fields replaced.
 
     >>> gss.preset("gss", vocab_size=50_000, state_space={"modes": 256})

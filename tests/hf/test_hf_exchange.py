@@ -1,10 +1,12 @@
 """Export and import: a folder that `transformers` loads, text as from `gss generate`, weights back to the bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gss
@@ -134,6 +136,48 @@ def test_bad_folders(exported: Path, run: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space left"):
         hf.export_run(run, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"broken"}  # nothing half-written
+
+
+def copied(exported: Path, target: Path) -> Path:
+    shutil.copytree(exported, target)
+    return target
+
+
+def test_weights_that_are_not_the_models(exported: Path, tmp_path: Path) -> None:
+    weights = load_file(exported / "model.safetensors")
+    for name, changed, words in (
+        ("less", {name: w for name, w in weights.items() if name != "model.embedding.weight"}, "lack model.embedding"),
+        ("more", {**weights, "model.extra": torch.zeros(2)}, "have besides model.extra"),
+    ):
+        folder = copied(exported, tmp_path / name)
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            hf.import_folder(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickled_weights_are_not_read(exported: Path, tmp_path: Path) -> None:
+    folder = copied(exported, tmp_path / "pickled")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no weights in a safetensors file"):
+        hf.import_folder(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"config": None}, "its config is None, not an object"),
+        ({"data": [1]}, r"its data is \[1\], not an object"),
+        ({"step": None}, "its step is None, not a whole number"),
+        ({"step": -1}, "its step is -1, not a whole number"),
+    ],
+)
+def test_a_run_that_is_not_described(exported: Path, tmp_path: Path, facts: dict[str, object], words: str) -> None:
+    folder = copied(exported, tmp_path / "odd")
+    (folder / "gss.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=words):
+        hf.import_folder(folder, tmp_path / "out")
 
 
 def test_without_the_extra(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The numbers behind a report: the start drawn again, scores kept or missing, axes named, runs with parts missing."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import gss
-from gss.data import open_dataset
+from gss.data import load_tokenizer, open_dataset, prepare
 from gss.evaluate import evaluate
 from gss.model import build_model
 from gss.report import write_report
@@ -82,6 +83,32 @@ def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
     (lab.dss / "evaluations" / "broken.json").write_text("[")
     (lab.dss / "evaluations" / "odd.json").write_text('{"rows": [{"length": 3}]}')
     assert scores(run, None, 0, None, silent).result is None
+
+
+def test_scores_on_another_corpus_are_not_the_runs_own(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "text" / "valid").mkdir(parents=True)
+    (tmp_path / "text" / "train").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "text" / split / "one.txt").write_text(f"another corpus, {split}. " * 20)
+    prepare([str(tmp_path / "text")], tmp_path / "other", load_tokenizer("bytes"), workers=1)
+    run = read_run(lab.dss)
+    foreign = scores(run, tmp_path / "other", 300, [32], silent)
+    assert foreign.result is not None
+    assert scores(run, None, 0, None, silent).result is None
+    own = scores(run, None, 300, [32], silent)
+    assert own.data == run.data["hash"] != foreign.data
+    # Neither has taken the other's place, and a file of the name that an older version gave is read as well.
+    assert len(list((lab.dss / "evaluations").iterdir())) == 2
+    (kept,) = (lab.dss / "evaluations").glob(f"*-{own.data[:12]}.json")
+    kept.rename(kept.with_name("valid-step-00000012.json"))
+    assert scores(run, None, 0, None, silent) == own
+    # Of one document there is no standard error: JSON has null, a report NaN.
+    again = scores(run, tmp_path / "other", 0, None, silent).result
+    assert again is not None
+    assert math.isnan(again.rows[0].standard_error)
+    (kept,) = (lab.dss / "evaluations").glob(f"*-{foreign.data[:12]}.json")
+    assert "NaN" not in kept.read_text()
+    assert [row.loss for row in again.rows] == [row.loss for row in foreign.result.rows]
 
 
 def test_missing_validation_data_is_said(lab: Lab, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gss.cli import app
+from gss.cli.quickstart import SETTINGS
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.toml"
 SMALL = ("model.width=16", "model.depth=2", "model.gate_width=32", "model.channels=8", "model.feedforward_width=32",
@@ -14,10 +15,15 @@ SMALL = ("model.width=16", "model.depth=2", "model.gate_width=32", "model.channe
          "batch_tokens=256")  # fmt: skip
 
 
+def test_the_settings_of_the_package_are_those_of_the_checkout() -> None:
+    assert SETTINGS.read_bytes() == CONFIG.read_bytes()
+
+
 def test_quickstart_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = [f"--set={setting}" for setting in SMALL]
-    folders = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")]
-    arguments = ["quickstart", "--config", str(CONFIG), *folders, *sets]
+    monkeypatch.chdir(tmp_path)  # as outside a checkout: the settings come with the package
+    runs = tmp_path / "runs[" / "x]"  # with [/x] in it, which is no markup here
+    arguments = ["quickstart", "--data", "data", "--runs", str(runs), *sets]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         first = CliRunner().invoke(app, arguments)
@@ -26,7 +32,7 @@ def test_quickstart_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monke
     assert "run folders: " in first.output
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0, again.output
-    report = tmp_path / "runs" / "report.html"
+    report = runs / "report.html"
     assert f"wrote {report}" in again.output
     page = report.read_text(encoding="utf-8")
     assert page.count("<svg") == 14

@@ -18,10 +18,13 @@ from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 pytest.importorskip("fastapi")
 pytest.importorskip("schemathesis")
 import hypothesis
+import pydantic
 import schemathesis
 import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+
+from gss.serve import schemas
 
 LIMITS = Limits(body_bytes=50_000, prompt_tokens=2000, max_tokens=32, n=4, sequences=8, logprobs=5, stop=4, seconds=20)
 GOLDEN = {"prompt": "golden", "max_tokens": 30, "temperature": 0}
@@ -182,6 +185,28 @@ def test_malformed_requests(app: FastAPI) -> None:
     assert statuses[400] > MALFORMED / 4  # most are what they are meant to be
     assert {404, 405, 413, 415} <= statuses.keys()
     check_golden(app)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [None] * 3000},
+        {"prompt": [{}] * 3000},
+        {"prompt": [[-1] * 3000]},
+        {"prompt": [[-1]] * 3000},
+        {"stop": [1] * 3000},
+        {"tokens": [-1] * 3000},
+        {str(number): 1 for number in range(3000)},
+        {"stream_options": {str(number): 1 for number in range(3000)}},
+    ],
+    ids=lambda body: str(body)[:20],
+)
+def test_a_body_full_of_mistakes_has_few_errors(body: dict[str, Any]) -> None:
+    """One for each of a million would take a minute, in which nobody else is answered."""
+    kind = schemas.DetokenizeRequest if "tokens" in body else schemas.CompletionRequest
+    with pytest.raises(pydantic.ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 4  # one for each thing that a prompt may be
 
 
 # ---- no HTTP at all

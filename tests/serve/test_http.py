@@ -10,7 +10,9 @@ import pytest
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
+from gss.serve.engine import Engine
 from gss.serve.limits import Limits
+from gss.serve.metrics import Number
 from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 
 pytest.importorskip("fastapi")
@@ -147,6 +149,18 @@ def test_scores(client: TestClient) -> None:
     assert ids["top_logprobs"][0] is None
 
 
+def test_scores_of_a_prompt_with_several_continuations(client: TestClient) -> None:
+    """The prompt's scores stand before each continuation's own, and are made once."""
+    options = {"prompt": [[72, 105], [33]], "max_tokens": 3, "logprobs": 2, "echo": True, "temperature": 1, "seed": 5}
+    choices = complete(client, **options, n=2, ignore_eos=True)["choices"]
+    assert [choice["logprobs"]["token_ids"][:-3] for choice in choices] == [[72, 105]] * 2 + [[33]] * 2
+    for choice in choices:
+        assert {len(values) for values in choice["logprobs"].values()} == {len(choice["logprobs"]["tokens"])}
+    first, second = (choice["logprobs"] for choice in choices[:2])
+    assert first["top_logprobs"][:2] == second["top_logprobs"][:2]
+    assert first["token_ids"] != second["token_ids"]
+
+
 def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
     text = text_of(alone(model, "stop", 60))
     mark = text[12:14]
@@ -170,6 +184,8 @@ def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
         (400, "stop", {"stop": [""]}),
         (400, "prompt", {"prompt": "x" * 600}),
         (400, "prompt", {"prompt": [1] * 601}),
+        (400, "prompt", {"prompt": [1] * 301, "n": 2, "echo": True, "logprobs": 0}),
+        (400, "prompt", {"prompt": [[1] * 301, [2] * 300], "echo": True, "logprobs": 0}),
         (400, "prompt", {"prompt": []}),
         (400, "prompt", {"prompt": [[]]}),
         (400, "prompt", {"prompt": [257]}),
@@ -288,6 +304,12 @@ def test_metrics(client: TestClient) -> None:
     assert after['gss_step_seconds_bucket{le="+Inf"}'] == after["gss_step_seconds_count"]
 
 
+def test_counts_are_exact() -> None:
+    counter = Number("counter", "requests", "Requests.", ("route",))
+    counter.add(1_234_567, "/v1/completions")
+    assert list(counter.lines())[-1] == 'requests{route="/v1/completions"} 1234567'
+
+
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
     for route in app.routes:
         for method in sorted(getattr(route, "methods", ["GET"])):
@@ -332,11 +354,24 @@ def test_other_host_names_are_refused(model: gss.LanguageModel) -> None:
             assert client.get("/v1/models", headers={"host": host}).status_code == 403, host
 
 
-def test_a_full_queue(model: gss.LanguageModel) -> None:
+def test_a_key_has_no_white_space_around_it(model: gss.LanguageModel) -> None:
+    with app_of(model, api_key=" the key\n") as app:
+        assert TestClient(app).get("/v1/models", headers={"authorization": "Bearer the key"}).status_code == 200
+        assert TestClient(app).get("/v1/models", headers={"authorization": "Bearer "}).status_code == 401
+    with pytest.raises(ValueError, match="API key is empty"), app_of(model, api_key="\n"):
+        pass
+
+
+def test_a_full_queue(model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with app_of(model, Limits(queue=0), rows=2) as app:
-        error = refused(TestClient(app), 429, prompt=["a", "b", "c"])
+        monkeypatch.setattr(Engine, "outstanding", 1)
+        error = refused(TestClient(app), 429, prompt=["a", "b"])
         assert error["code"] == "queue_full"
+        monkeypatch.undo()
         assert complete(TestClient(app), prompt=["a", "b"])["usage"]["prompt_tokens"] == 4
+        error = refused(TestClient(app), 400, prompt=["a", "b", "c"])  # never: there is no use in trying again
+        assert "3 continuations in one request is more than the 2 that are allowed" in error["message"]
+        assert TestClient(app).get("/v1/model").json()["limits"]["sequences"] == 2
         assert refused(TestClient(app), 400, prompt="a", n=3)["param"] == "n"
 
 

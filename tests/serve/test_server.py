@@ -175,12 +175,24 @@ def test_others_are_warned_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert served[-1]["host"] == "127.0.0.1"
 
 
+def test_brackets_in_a_path_are_no_markup(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr("gss.serve.server.serve", lambda loaded, **options: served.append(options))
+    odd = tmp_path / "a[" / "b]"  # with [/b] in it, which would end a style
+    odd.parent.mkdir()
+    odd.symlink_to(run)
+    assert gss_serve(odd).exception is None
+    assert served[-1]["name"] == "tiny"
+
+
 def test_bad_calls(run: Path, server: Server, tmp_path: Path) -> None:
     for arguments, reason in (
         ((tmp_path,), "is not a run folder"),
         ((run, "--port", server.port), "cannot listen on 127.0.0.1"),
         ((run, "--api-key", " "), "the API key is empty"),
         ((run, "--max-seconds", 0), "must be over 0"),
+        ((run, "--drain", "inf"), "the drain must be a number of seconds, not inf"),
+        ((run, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
     ):
         result = gss_serve(*arguments)
         assert isinstance(result.exception, ValueError | OSError)

@@ -4,6 +4,7 @@ Nothing heavy is imported here or at the top of the command modules, so that `gs
 """
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -54,14 +55,17 @@ reproduce.register(app)
 
 def main() -> None:
     """Run the command; what the user can put right is one line on stderr and exit status 1, never a traceback."""
+    warnings.showwarning = lambda message, *where, **more: _say("yellow", "warning", message)
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
+        _say("red", "error", error)
         sys.exit(1)
 
 
-def _plain(error: Exception) -> str:
+def _say(colour: str, kind: str, what: Exception | str) -> None:
+    """A line on stderr."""
     from rich.markup import escape
 
-    return escape(str(error) or type(error).__name__)
+    text = escape(str(what) or type(what).__name__)
+    Console(stderr=True, highlight=False).print(f"[bold {colour}]{kind}:[/] {text}", soft_wrap=True)

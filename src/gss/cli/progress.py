@@ -18,7 +18,7 @@ def share_bar(stage: str) -> Iterator[Callable[[str, float], None]]:
     if not console.is_terminal:
         yield _plain_lines()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task(stage, total=1.0)
 

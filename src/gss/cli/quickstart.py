@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 PRESETS = ("gss-hybrid-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
 PROMPT = "def "
+SETTINGS = Path(__file__).with_name("tiny.toml")
+"""The settings that come with the package: those of configs/tiny.toml."""
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +23,9 @@ def register(app: typer.Typer) -> None:
 
 
 def quickstart_command(
-    config: Annotated[Path, typer.Option(help="Settings of the two runs.")] = Path("configs/tiny.toml"),
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of settings of the two runs. Default: a minute's training each.")
+    ] = None,
     data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
     runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
@@ -48,6 +52,7 @@ def quickstart_command(
     def show(command: str) -> None:
         console.print(f"\n[bold]$ {escape(command)}[/]")
 
+    config = config or SETTINGS
     show(f"gss prepare stdlib --out {data} --tokenizer bytes")
     prepare(["stdlib"], data, load_tokenizer("bytes"))
     held_out = open_dataset(data, "valid")
@@ -79,7 +84,7 @@ def quickstart_command(
         console.print(escape(f"wrote {written}: open it in a browser"))
     except MissingMatplotlibError as error:
         console.print(escape(f"no report: {error}"))
-    console.print(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}")
+    console.print(escape(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}"))
 
 
 def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":

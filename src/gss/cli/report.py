@@ -34,8 +34,9 @@ def report_command(
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
     from gss.cli.progress import share_bar
-    from gss.cli.use import _device, _whole_numbers
+    from gss.cli.use import _whole_numbers
     from gss.report import write_report
+    from gss.train.distributed import pick_device
 
     target = out or Path(f"report.{form}")
     with share_bar("reading") as show:
@@ -47,7 +48,7 @@ def report_command(
             max_tokens=max_tokens,
             lengths=_whole_numbers(lengths) if lengths is not None else None,
             again=again,
-            device=_device(device),
+            device=str(pick_device(device)),
             prompt=prompt,
             show=show,
         )

@@ -42,11 +42,12 @@ def serve_command(
 ) -> None:
     """Serve a model: OpenAI-compatible completions, and a page to try it on."""
     from rich.console import Console
+    from rich.markup import escape
 
     from gss.box import NAME
-    from gss.cli.use import _device
     from gss.loading import load
     from gss.precision import check
+    from gss.train.distributed import pick_device
 
     try:
         from gss.serve.limits import Limits
@@ -60,8 +61,8 @@ def serve_command(
         raise ValueError("the API key is empty: give one, or leave --api-key and GSS_API_KEY out")
     if host not in LOOPBACK and api_key is None:
         console.print(
-            f"[bold yellow]warning:[/] {host} is open to others and no API key is set: whoever reaches it can use the "
-            "model. Set one with --api-key or GSS_API_KEY."
+            f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: whoever reaches it "
+            "can use the model. Set one with --api-key or GSS_API_KEY."
         )
     limits = Limits(
         body_bytes=max_body,
@@ -71,8 +72,8 @@ def serve_command(
         seconds=max_seconds,
         queue=queue,
     )
-    with console.status(f"loading {run or NAME}"):
-        loaded = load(run, step=step, device=_device(device))
+    with console.status(f"loading {escape(str(run or NAME))}"):
+        loaded = load(run, step=step, device=pick_device(device))
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

@@ -57,9 +57,11 @@ def evaluate_command(
     from gss.evaluate import evaluate
     from gss.loading import load
     from gss.paper import PERPLEXITY
+    from gss.report.files import finite
+    from gss.train.distributed import pick_device
 
     wanted: list[int | None] = [*_whole_numbers(lengths)]
-    loaded, name = load(run, step=step, device=_device(device)), str(run or NAME)
+    loaded, name = load(run, step=step, device=pick_device(device)), str(run or NAME)
     dataset = open_dataset(data, split)
     require_same(dataset.tokenizer(), loaded.tokenizer.hash, f"the run {name}")
     with share_bar("scoring") as show:
@@ -81,7 +83,7 @@ def evaluate_command(
             writer.writerows(rows)
     if as_json:
         facts = {"run": name, "step": loaded.step, "data": dataset.hash, "split": split}
-        print(json.dumps({**facts, "documents": result.documents, "rows": rows}, indent=2))
+        print(json.dumps(finite({**facts, "documents": result.documents, "rows": rows}), indent=2))
     else:
         table = length_table({f"step {loaded.step:,}": result}, f"{name} on {split}")
         for corpus, scores in PERPLEXITY.get(loaded.preset or "", {}).items():
@@ -92,10 +94,11 @@ def evaluate_command(
 
 def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
     """Perplexity by length, a row a model, with what else tells models apart."""
+    from rich.markup import escape
     from rich.table import Table
 
     first = next(iter(results.values()))
-    table = Table(title=f"{title}: {first.tokens:,} tokens of {first.documents} documents")
+    table = Table(title=f"{escape(title)}: {first.tokens:,} tokens of {first.documents} documents")
     table.add_column("perplexity at", no_wrap=True)
     for row in first.rows:
         table.add_column("whole" if row.length is None else f"{row.length:,}", justify="right", no_wrap=True)
@@ -115,7 +118,7 @@ def generate_command(
     prompt: Annotated[
         str, typer.Option(help="What to go on from; - reads standard input. Empty: a new document.")
     ] = "",
-    tokens: Annotated[int, typer.Option(help="Most tokens to produce.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to produce.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 samples as the model says.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
@@ -137,13 +140,14 @@ def generate_command(
     from gss.generate import Sampling, stream_text
     from gss.loading import load
     from gss.precision import check
+    from gss.train.distributed import pick_device
 
     check(precision)
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    text = _standard_input() if prompt == "-" else prompt
-    model, tokenizer, *_ = load(run, step=step, device=_device(device))
+    text = _standard_input() if prompt == "-" else _argument(prompt)
+    model, tokenizer, *_ = load(run, step=step, device=pick_device(device))
     small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL
     with _threads(threads or (1 if small else None)):
         for number in range(samples):
@@ -180,6 +184,14 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _argument(prompt: str) -> str:
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
+    return prompt
+
+
 def _standard_input() -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
@@ -195,13 +207,3 @@ def _whole_numbers(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"{text!r} is not a list of lengths: write whole numbers with commas, for example 512,4096")
     return [int(part) for part in parts]
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here: use --device cpu")
-    return name

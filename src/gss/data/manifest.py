@@ -73,9 +73,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
             raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
         stated = content.pop("hash")
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew") from error
+        raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
     if hashlib.sha256(_canonical(content)).hexdigest() != stated:
-        raise ValueError(f"{path} was altered after it was written (its hash differs): prepare the corpus anew")
+        raise ValueError(
+            f"{path} was altered after it was written (its hash differs): prepare the corpus anew, with --force"
+        )
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):

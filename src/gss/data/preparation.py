@@ -258,6 +258,7 @@ def _finish(
         }
         if not manifest["splits"]:
             reasons = ", ".join(f"{entry['documents']} {reason}" for reason, entry in left_out.items())
+            shutil.rmtree(work)
             raise ValueError(f"no document could be used ({reasons or 'there was none'}): nothing was written")
         sealed = write_manifest(result, manifest)
     except OSError as error:

@@ -21,6 +21,7 @@ from gss.hf.config import GSSConfig
 from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.loading import load
+from gss.model import LanguageModel
 from gss.train.checkpoint import save
 
 _RUN = "gss.json"
@@ -36,7 +37,12 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     if data:
         data.pop("folder", None)  # a path of the machine that trained
     with _written(target) as aside:
-        GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
+        try:
+            GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
+        except SafetensorError as error:
+            raise OSError(
+                f"could not write the weights to {target}: {error}. Nothing is left there; make room"
+            ) from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
         tokenizer.save(aside / VOCABULARY)
         card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
@@ -55,11 +61,8 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     _require_room(target)
     if _read(source / "config.json").get("model_type") != GSSConfig.model_type:
         raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    try:
-        wrapped = GSSForCausalLM.from_pretrained(source, local_files_only=True)
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"the weights in {source} cannot be read: {error}") from error
-    tokenizer, model = read_vocabulary(source), wrapped.model
+    known = _read_run(source / _RUN)
+    tokenizer, model = read_vocabulary(source), _read_model(source)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the vocabulary in {source} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
@@ -67,16 +70,51 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
         )
     if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters()):
         model = model.float()  # runs hold full precision
-    known = _read(source / _RUN)
     with _written(target) as aside:
         # The configuration last, over what the run's was: the model may have grown a vocabulary since.
-        _write(aside / "config.json", {**known.get("config", {}), "model": to_mapping(model.config)})
-        if known.get("data"):
+        _write(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
+        if known["data"]:
             _write(aside / "data.json", known["data"])
         tokenizer.save(aside / "tokenizer")
         tensors = {"model": model.state_dict()}
-        save(aside / "checkpoints", int(known.get("step", 0)), tensors, {"imported": True})
+        save(aside / "checkpoints", known["step"], tensors, {"imported": True})
     return target
+
+
+def _read_model(source: Path) -> LanguageModel:
+    """The model of a folder, every weight of which comes from a safetensors file there."""
+    if not any(source.glob("*.safetensors")):
+        raise ValueError(
+            f"{source} has no weights in a safetensors file, and others are not read, since unpickling one may run "
+            "code: load the model where you trust it and write it anew with save_pretrained"
+        )
+    try:
+        # With output_loading_info there are two answers, which transformers' types do not say.
+        answers: Any = GSSForCausalLM.from_pretrained(
+            source, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        wrapped, found = answers
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights in {source} cannot be read: {error}") from error
+    for what, names in (("lack", found["missing_keys"]), ("have besides", found["unexpected_keys"])):
+        if names:
+            raise ValueError(
+                f"the weights in {source} are not those of the model that its config.json describes: they {what} "
+                f"{', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
+            )
+    return wrapped.model
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """What a folder keeps of the run that it is from, as far as it does."""
+    known = {"step": 0, "config": {}, "data": {}, **_read(path)}
+    step = known["step"]
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"{path} does not describe a run: its step is {step!r}, not a whole number")
+    for name in ("config", "data"):
+        if not isinstance(known[name], dict):
+            raise ValueError(f"{path} does not describe a run: its {name} is {known[name]!r:.40}, not an object")
+    return known
 
 
 def _require_room(target: Path) -> None:

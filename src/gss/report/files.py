@@ -1,7 +1,10 @@
-"""Files that are never half-written under their names."""
+"""Files that are never half-written under their names, and JSON that every reader takes."""
 
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -15,3 +18,12 @@ def replace(path: Path, content: bytes) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def finite(value: Any) -> Any:
+    """Plain data for JSON, which has no NaN and no infinity: null in their places."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

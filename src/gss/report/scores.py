@@ -1,7 +1,7 @@
 """Held-out scores of a run: kept ones where there are, else computed within a budget, else why there are none.
 
-Kept scores lie in RUN/evaluations/, a file an evaluation, in the form that `gss eval --json` prints. A report keeps
-there what it computes, so that the next one is quick.
+Kept scores lie in RUN/evaluations/, a file a split, step and corpus, in the form that `gss eval --json` prints. A
+report keeps there what it computes, so that the next one is quick.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from gss.data import Dataset, open_dataset, require_same
 from gss.evaluate import PAPER_LENGTHS, Evaluation, LengthResult, PositionLoss, evaluate
-from gss.report.files import replace
+from gss.report.files import finite, replace
 from gss.report.run import Run
 
 FOLDER = "evaluations"
@@ -84,15 +84,19 @@ def scores(
 
 
 def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> None:
-    """Keep an evaluation of a run's checkpoint in its folder; where that cannot be written to, do without."""
+    """Keep an evaluation of a run's checkpoint in its folder; where that cannot be written to, do without.
+
+    One on data without a hash, which came from arrays, is not kept: nothing would tell it from others.
+    """
+    if dataset.hash is None:
+        return
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
     facts = {"run": str(run), "step": step, "data": dataset.hash, "split": result.split}
     facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy, "rows": rows}
+    path = Path(run) / FOLDER / f"{result.split}-step-{step:08d}-{dataset.hash[:12]}.json"
     try:
-        (Path(run) / FOLDER).mkdir(exist_ok=True)
-        replace(
-            Path(run) / FOLDER / f"{result.split}-step-{step:08d}.json", (json.dumps(facts, indent=2) + "\n").encode()
-        )
+        path.parent.mkdir(exist_ok=True)
+        replace(path, (json.dumps(finite(facts), indent=2) + "\n").encode())
     except OSError:
         pass
 
@@ -100,7 +104,7 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
 def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
     """The newest kept evaluation of this checkpoint, if it is of the data and lengths that are asked for."""
     assert run.loaded is not None
-    wanted_data = None
+    wanted_data = run.data.get("hash")
     if data is not None:
         try:
             wanted_data = open_dataset(data, SPLIT, verify=False).hash
@@ -111,7 +115,7 @@ def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores 
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             same = facts["step"] == run.loaded.step and facts["split"] == SPLIT
-            same = same and wanted_data in (None, facts["data"])
+            same = same and wanted_data is not None and facts["data"] == wanted_data
             rows = tuple(_row(values) for values in facts["rows"])
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # not ours
@@ -123,9 +127,14 @@ def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores 
 
 
 def _row(values: dict[str, Any]) -> LengthResult:
-    fields = {name: value for name, value in values.items() if name != "perplexity"}
-    positions = tuple(PositionLoss(**position) for position in fields.pop("by_position"))
+    fields = {name: value for name, value in _with_nan(values).items() if name != "perplexity"}
+    positions = tuple(PositionLoss(**_with_nan(position)) for position in fields.pop("by_position"))
     return LengthResult(**fields, by_position=positions)
+
+
+def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON has null for are NaN again; a length of null is none, but whole documents."""
+    return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
 
 
 def _held_out(run: Run, data: Path | None) -> Dataset:

@@ -5,7 +5,6 @@ constants), and where (hardware, versions, commit). A file of the same name with
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gss.config import to_mapping
-from gss.report.files import replace
+from gss.report.files import finite, replace
 from gss.reproduce.plan import Run
 from gss.train.config import differences
 
@@ -79,7 +78,7 @@ class Shelf:
             "config": to_mapping(run.config),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace(self.path(run), (json.dumps(_finite(document), indent=1) + "\n").encode())
+        replace(self.path(run), (json.dumps(finite(document), indent=1) + "\n").encode())
 
     def layout(self, run: Run, hardware: str, shared: bool = False) -> Layout | None:
         """How fast a model of the same shape was on the same hardware, on any corpus and with any seed; a device that
@@ -126,12 +125,3 @@ def _parsed(path: Path, changed_at: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a result of gss reproduce ({error}): move it away") from None
     return kept
-
-
-def _finite(value: Any) -> Any:
-    """Plain data for JSON, which has no NaN and no infinity."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,10 +44,14 @@ def create_app(
     """The app in front of an engine, which is started and stopped by whoever made it.
 
     name      the model's id for clients
-    api_key   asked of every route but health and the page; None: of none
+    api_key   asked of every route but health and the page, less the white space around it; None: of none
     hosts     names that requests may use for the server; None: any
     """
     limits = limits or Limits()
+    if api_key is not None:
+        api_key = api_key.strip()  # a header never has any: a key read from a file with its line end would fit none
+        if not api_key:
+            raise ValueError("the API key is empty: give one, or None")
     app = FastAPI(
         title="gss",
         version=__version__,

@@ -152,9 +152,9 @@ class Completion:
                 if whole is not choice:
                     whole["text"] += choice["text"]
                     whole["finish_reason"] = choice["finish_reason"]
-                    if choice["logprobs"]:
-                        for key, values in choice["logprobs"].items():
-                            whole["logprobs"][key] += values
+                    if choice["logprobs"]:  # new lists: all continuations of a prompt share those of the prompt
+                        old = whole["logprobs"]
+                        whole["logprobs"] = {key: old[key] + values for key, values in choice["logprobs"].items()}
         return {**self._head, "choices": [texts[index] for index in sorted(texts)], "usage": self._usage()}
 
     async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
@@ -170,8 +170,8 @@ class Completion:
                 raise _FAILURES[piece.failure]()
             prompt = self._prompts[number]
             if piece.prompt_scores:
-                scores = piece.prompt_scores[prompt.added :]
-                yield [self._choice(number, index, prompt.text, scores) for index in range(self._n)]
+                first = self._choice(number, 0, prompt.text, piece.prompt_scores[prompt.added :])
+                yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                 continue
             if self._first_at is None:
                 self._first_at = time.monotonic()
@@ -237,8 +237,14 @@ async def prepare(body: CompletionRequest, engine: Engine, surfaces: Surfaces, l
         raise ApiError(400, "stream_options need stream", param="stream_options", code="invalid_value")
     stop = _stops(body.stop, limits)
     prompts = await _prompts(body.prompt, engine, limits)
-    if n * len(prompts) > limits.sequences:
-        raise _beyond("prompt", n * len(prompts), limits.sequences, "continuations in one request")
+    sequences = min(limits.sequences, engine.rows + engine.queue)  # what would never find room is not asked to wait
+    if n * len(prompts) > sequences:
+        raise _beyond("prompt", n * len(prompts), sequences, "continuations in one request")
+    if body.echo and body.logprobs is not None:
+        echoed = n * sum(len(prompt.ids) for prompt in prompts)
+        if echoed > limits.prompt_tokens:
+            what = "tokens of prompts to echo with logprobs, each prompt n times,"
+            raise _beyond("prompt", echoed, limits.prompt_tokens, what)
     return Completion(
         body,
         prompts,

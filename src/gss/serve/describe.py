@@ -57,7 +57,7 @@ def describe(
             "prompt_tokens": limits.prompt_tokens,
             "max_tokens": limits.max_tokens,
             "n": min(limits.n, rows),
-            "sequences": limits.sequences,
+            "sequences": min(limits.sequences, rows + limits.queue),
             "logprobs": limits.logprobs,
             "stop": limits.stop,
             "stop_characters": limits.stop_characters,

@@ -10,13 +10,13 @@ class Limits:
     body_bytes: int = 4 << 20
     """Largest body of a request (413)."""
     prompt_tokens: int = 131_072
-    """Longest prompt (400)."""
+    """Longest prompt, and most tokens of prompts times `n` that are echoed with logprobs (400)."""
     max_tokens: int = 4096
     """Most tokens that may be asked for (400)."""
     n: int = 16
     """Most continuations of one prompt (400)."""
     sequences: int = 64
-    """Most continuations in one request: prompts times `n` (400)."""
+    """Most continuations in one request: prompts times `n`, and no more than run and wait at a time (400)."""
     logprobs: int = 20
     """Most alternatives a token (400)."""
     stop: int = 8

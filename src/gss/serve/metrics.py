@@ -37,7 +37,7 @@ class Number:
             values = list(self._values.items())
         for held, value in values:
             named = ",".join(f'{name}="{text}"' for name, text in zip(self.labels, held, strict=True))
-            yield f"{self.name}{{{named}}} {value:g}" if named else f"{self.name} {_plain(value)}"
+            yield f"{self.name}{f'{{{named}}}' if named else ''} {_plain(value)}"
 
 
 class Histogram:

@@ -2,17 +2,30 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gss.generate import Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+# The first bad item ends a list: an error for each of a million, in every branch of a union, would take a minute.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 _INT64 = 2**63
 
 
 class _Request(BaseModel):
     # Strict: nothing is guessed from a value of another type, and a field that is not known is refused, not ignored.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, values: Any) -> Any:
+        """Leave one of the unknown fields, by which a request is refused: a million would be an error each."""
+        if not isinstance(values, dict):
+            return values
+        unknown = [name for name in values if name not in cls.model_fields]
+        return {name: values[name] for name in (*cls.model_fields, *unknown[:1]) if name in values}
 
 
 class StreamOptions(_Request):
@@ -25,7 +38,7 @@ class CompletionRequest(_Request):
     """OpenAI's completions, and what else the sampler knows."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | Texts | TokenIds | ManyTokenIds = Field(
         "", description="A text, several, or token ids (read exactly as given)."
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
@@ -37,7 +50,7 @@ class CompletionRequest(_Request):
     n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")
-    stop: str | list[str] | None = Field(None, description="End before any of these.")
+    stop: str | Texts | None = Field(None, description="End before any of these.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
     stream: bool | None = False
@@ -70,7 +83,7 @@ class TokenizeRequest(_Request):
 class DetokenizeRequest(_Request):
     """Tokens to put together."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
     model: str | None = None
 
 

@@ -43,6 +43,8 @@ def serve(
     threads    of the model on a CPU; None: all cores but one, which is left to the connections
     ready      called with the address when requests can come
     """
+    if not math.isfinite(drain_seconds):
+        raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
     limits = limits or Limits()
     if loaded.model.embedding.weight.device.type == "cpu":
         torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
