@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gss
-from gss.config import from_toml, override, parse_assignments
+from gss.config import override, parse_assignments, read_toml
 from tests.conftest import ALL_FAMILIES, small_config
 
 
@@ -124,7 +124,9 @@ def test_assignments_and_files(tmp_path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("depth = ")
     with pytest.raises(ValueError, match=r"broken.toml is not valid TOML"):
-        from_toml(gss.ModelConfig, broken)
+        read_toml(broken)
+    with pytest.raises(ValueError, match=r"there is no file of settings .*nowhere.toml"):
+        read_toml(tmp_path / "nowhere.toml")
 
 
 def test_the_command_prints_one_line() -> None:

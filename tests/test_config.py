@@ -5,7 +5,7 @@ import json
 import pytest
 
 import gss
-from gss.config import ModelConfig, from_mapping, from_toml, override, parse_assignments, to_mapping
+from gss.config import ModelConfig, from_mapping, override, parse_assignments, read_toml, to_mapping
 
 
 @pytest.mark.parametrize("name", gss.PRESETS)
@@ -35,7 +35,7 @@ def test_assignments() -> None:
 def test_toml(tmp_path) -> None:
     path = tmp_path / "model.toml"
     path.write_text('width = 64\npattern = ["gss", "attention"]\n[state_space]\ndecay_range = [1e-2, 1]\n')
-    config = from_toml(ModelConfig, path)
+    config = from_mapping(ModelConfig, read_toml(path))
     assert (config.width, config.pattern, config.state_space.decay_range) == (64, ("gss", "attention"), (0.01, 1.0))
 
 

@@ -193,13 +193,14 @@ def from_mapping(kind: type[Config], values: Mapping[str, Any]) -> Config:
     return override(kind(), values)
 
 
-def from_toml(kind: type[Config], path: str | Path) -> Config:
-    """A config of class `kind` from a TOML file."""
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file, as plain data."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file of settings {path}")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
-    return from_mapping(kind, values)
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:

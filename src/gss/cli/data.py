@@ -137,7 +137,7 @@ def train_command(
     hub_name: HubName = None,
     hub_revision: HubRevision = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads; all cores by default.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is in OUT already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a vocabulary that is in OUT already.")] = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
     from gss.cli.progress import share_bar

@@ -58,7 +58,6 @@ class Batches:
     """What the three ways to batch share: steps, epochs, ranks, and copying stretches of tokens into rows."""
 
     steps_per_epoch: int
-    carries_state: bool  # whether a row goes on where the same row of the step before ended
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         if length < 1 or batch_size < 1:
@@ -116,7 +115,6 @@ class _ShuffledRows(Batches):
     The last step of an epoch is filled with rows of padding, so that an epoch holds every target exactly once.
     """
 
-    carries_state = False
     rows: int
 
     def _stretches(self, epoch: int, step: int, rows: Numbers) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:

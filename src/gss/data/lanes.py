@@ -18,8 +18,6 @@ from gss.data.shards import Dataset
 class Lanes(Batches):
     """Step s reads piece s of every lane; `starts` marks where a row's state must be fresh."""
 
-    carries_state = True
-
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         if len(dataset) < batch_size:

@@ -4,13 +4,12 @@ Imports no torch. `resolve` puts a run together from a preset, a TOML file and `
 says what of two runs is not the same, leaving out what does not change the result beyond rounding.
 """
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gss.config import ModelConfig, override, parse_assignments, to_mapping
+from gss.config import ModelConfig, override, parse_assignments, read_toml, to_mapping
 from gss.presets import preset
 
 
@@ -201,12 +200,7 @@ def resolve(
     The preset named here wins over the file's; the file's and the overrides' `model` settings win over the
     preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's.
     """
-    values: dict[str, Any] = {}
-    if config_file is not None:
-        try:
-            values = tomllib.loads(Path(config_file).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{config_file} is not valid TOML: {error}") from None
+    values = {} if config_file is None else read_toml(config_file)
     sets = parse_assignments(assignments)
     name = sets.pop("preset", None) or preset_name or values.get("preset")
     if not name:
