@@ -98,6 +98,10 @@ def test_out_is_never_overwritten_by_accident(corpus: Path, tmp_path: Path) -> N
     first = prepare([str(corpus)], out, BYTES, workers=1)
     before = (out / "train.tokens").stat().st_mtime_ns
     assert prepare([str(corpus)], out, BYTES, workers=1).hash == first.hash  # there already
+    later = (out / "manifest.json").stat().st_mtime_ns + 1
+    os.utime(corpus / "000.txt", ns=(later, later))
+    with pytest.warns(UserWarning, match=r"was prepared before .*000\.txt was last written"):
+        prepare([str(corpus)], out, BYTES, workers=1)
     assert (out / "train.tokens").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="--force"):
         prepare([str(corpus)], out, BYTES, valid=0.3, workers=1)

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -68,7 +69,7 @@ def prepare(
     _refuse_sources_in((target, work), pieces)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work):
-        there = _already_there(target, request, force)
+        there = _already_there(target, request, pieces, force)
         if there is None:
             units = make_units(pieces, options.piece_bytes)
             _open_work(work, request, units, tokenizer)
@@ -102,8 +103,11 @@ def _refuse_sources_in(folders: Sequence[Path], pieces: list[Piece]) -> None:
             raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
 
 
-def _already_there(target: Path, request: str, force: bool) -> Manifest | None:
-    """The corpus in `target` if it is the one asked for; None where one may be written."""
+def _already_there(target: Path, request: str, pieces: list[Piece], force: bool) -> Manifest | None:
+    """The corpus in `target` if it is the one asked for; None where one may be written.
+
+    Sources count by their names and sizes. Whether they hold what they held is not read; newer ones get a warning.
+    """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     manifest = target / MANIFEST
@@ -116,6 +120,12 @@ def _already_there(target: Path, request: str, force: bool) -> Manifest | None:
     if found.content["request"] != request:
         raise ValueError(
             f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
+        )
+    newer = [piece.path for piece in pieces if piece.stamp > manifest.stat().st_mtime_ns]
+    if newer:
+        warnings.warn(
+            f"{target} was prepared before {newer[0]} was last written: if its text has changed, give --force",
+            stacklevel=3,
         )
     return found
 
