@@ -150,8 +150,8 @@ def stream_many(
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
-    own seed. With `state`, of as many sequences, each goes on from its own. `precision` is auto,
-    fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
+    own seed. With `state`, of as many sequences, each goes on from its own. `precision` is auto, fp32 or bf16
+    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
