@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gss.config import ModelConfig
 from gss.model import LanguageModel
 from gss.nn.attention import TransformerBlock
 from gss.nn.gss import GSSLayer
 from gss.nn.state import LayerState, ModelState
 from gss.nn.state_space import DiagonalStateSpace
-from gss.ops.gpu.decode_attention import AttentionWeights
-from gss.ops.gpu.decode_step import Buffers, Tiles, Weights, launch_fold, launch_step
+from gss.ops.gpu.decode_step import launch_fold, launch_step
+from gss.ops.gpu.decode_tensors import AttentionWeights, Buffers, Pair, Tiles, Weights
 from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 
@@ -150,11 +149,11 @@ class GraphDecoder:
 
     def _cached(self) -> list[LayerState]:
         """The states of the Transformer blocks."""
-        rows = len(self._joined)
+        rows, buffers = len(self._joined), self._buffers
         states: list[LayerState] = []
-        for cache in self._buffers.caches:
-            keys, values = (held[:rows].transpose(1, 2).float() for held in (cache.keys, cache.values))
-            states.append({"keys": keys, "values": values, "length": cache.length[:rows].clone()})
+        for *cached, length in zip(buffers.keys, buffers.values, buffers.lengths, strict=True):
+            keys, values = (held[:rows].transpose(1, 2).float() for held in cached)
+            states.append({"keys": keys, "values": values, "length": length[:rows].clone()})
         return states
 
     @torch.no_grad()
@@ -176,10 +175,10 @@ class GraphDecoder:
                 echo = carried_output(torch.view_as_complex(modes), readout, log_a, self._block - read)
                 buffers.echo[layer, read:, first:last] = echo.transpose(0, 1)
         cached = [held for held in state.layers if "keys" in held]
-        for cache, held in zip(buffers.caches, cached, strict=True):
-            cache.keys[first:last] = held["keys"].transpose(1, 2)
-            cache.values[first:last] = held["values"].transpose(1, 2)
-            cache.length[first:last] = held["length"]
+        for index, held in enumerate(cached):
+            buffers.keys[index][first:last] = held["keys"].transpose(1, 2)
+            buffers.values[index][first:last] = held["values"].transpose(1, 2)
+            buffers.lengths[index, first:last] = held["length"]
         self._joined += [read] * state.batch
 
     @torch.no_grad()
@@ -240,7 +239,7 @@ class GraphDecoder:
     def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
         """The step's kernels, `steps` times over, as a graph; what the next step reads is as it was before."""
         buffers = self._buffers
-        counters = [buffers.tokens, buffers.position, *(cache.length for cache in buffers.caches)]
+        counters = (buffers.tokens, buffers.position, buffers.lengths)
         before = [counter.clone() for counter in counters]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -270,7 +269,7 @@ def prepare(model: LanguageModel, block: int) -> Weights:
     taps, into, readout, out_of = (torch.stack(table) for table in zip(*tables, strict=True))
     return Weights(
         kinds=config.layers,
-        attention=tuple(_attention(layer, config) for layer in model.layers if isinstance(layer, TransformerBlock)),
+        attention=tuple(_attention(layer) for layer in model.layers if isinstance(layer, TransformerBlock)),
         embedding=model.embedding.weight.detach(),
         head=model.embedding.weight.to(torch.bfloat16).detach(),
         final_norm=_norm(model.norm),
@@ -290,24 +289,17 @@ def prepare(model: LanguageModel, block: int) -> Weights:
     )
 
 
-def _attention(block: TransformerBlock, config: ModelConfig) -> AttentionWeights:
-    def half(layer: nn.Linear) -> tuple[Tensor, Tensor]:
-        weight, bias = _dense(layer)
-        return weight, bias.to(weight.dtype)
-
+def _attention(block: TransformerBlock) -> AttentionWeights:
     assert block.chunk is not None
     return AttentionWeights(
         norm=_norm(block.norm),
-        query_key_value=half(block.query_key_value),
-        output=half(block.output),
+        query_key_value=_dense(block.query_key_value),
+        output=_dense(block.output),
         feedforward_norm=_norm(block.feedforward.norm),
-        inner=half(block.feedforward.inner),
-        outer=half(block.feedforward.outer),
+        inner=_dense(block.feedforward.inner),
+        outer=_dense(block.feedforward.outer),
         heads=block.heads,
         chunk=block.chunk,
-        activation=config.activation,
-        centred=config.norm == "layernorm",
-        epsilon=config.norm_epsilon,
     )
 
 
@@ -336,18 +328,18 @@ def _layers(model: LanguageModel) -> list[GSSLayer]:
     return [layer for layer in model.layers if isinstance(layer, GSSLayer)]
 
 
-def _norm(norm: nn.Module) -> tuple[Tensor, Tensor]:
+def _norm(norm: nn.Module) -> Pair:
     scale, shift = norm.get_parameter("weight"), getattr(norm, "bias", None)
     return scale.detach().float(), torch.zeros_like(scale).float() if shift is None else shift.detach().float()
 
 
-def _dense(*parts: nn.Linear) -> tuple[Tensor, Tensor]:
+def _dense(*parts: nn.Linear) -> Pair:
     """The weights of layers that read the same input, one above the other, and their biases (0 where there is none)."""
     weight = torch.cat([part.weight.detach().to(torch.bfloat16) for part in parts])
     biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
     return weight, torch.cat([bias.detach().float() for bias in biases])
 
 
-def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _stacked(pairs: list[Pair]) -> Pair:
     first, second = zip(*pairs, strict=True)
     return torch.stack(first), torch.stack(second)

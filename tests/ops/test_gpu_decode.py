@@ -32,6 +32,12 @@ CASES = {
     "two, fewer slices than usual": (2, 2, {"gate_width": 512, "depth": 1}),
     "twenty, fewer slices than usual": (20, 2, {"gate_width": 256, "depth": 1}),
     "one, hybrid": (1, 3, HYBRID),
+    "one, hybrid, wide heads, positions": (
+        1,
+        4,
+        {**HYBRID, "attention.head_width": 20, "attention.heads": 3, "positions": "sinusoidal", "activation": "swish"},
+    ),
+    "seventeen, hybrid, wide": (17, 3, {**HYBRID, "attention.head_width": 160, "feedforward_width": 300}),
     "three, hybrid, rms, no bias": (3, 3, {**HYBRID, "norm": "rmsnorm", "bias": False, "activation": "relu"}),
     "three, attention last": (3, 4, {**HYBRID, "pattern": ("gss", "attention"), "depth": 2}),
 }
@@ -99,6 +105,24 @@ def test_steps_and_states(graph_decode: ModuleType, case: str, device: str) -> N
     assert torch.equal(after.position, plain_after.position)
     check_states(after, plain_after, bound)
     check_states(state, untouched, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [8, 11])
+def test_attention_in_slices(graph_decode: ModuleType, chunk: int, device: str) -> None:
+    """One sequence: slices of the chunk that are full, partly full and empty, until the next chunk has begun."""
+    from gss.ops.gpu.decode_tensors import Tile, Tiles
+
+    model = model_of(device, **{**HYBRID, "attention.chunk": chunk})
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    tiles = Tiles.for_batch(1, capability).with_(attend=Tile(rows=2))
+    assert tiles.attention_slices(chunk, 1) == (2, -(-chunk // 2))
+    tokens, _ = started(model, 1)
+    state = model.initial_state(1)
+    decoders = graph_decode.GraphDecoder(model, state, block=3, tiles=tiles), Decoder(model, state, block=3)
+    logits, expected = (torch.stack([steps.step(tokens[:, i % 10]) for i in range(chunk + 2)]) for steps in decoders)
+    assert relative_error(logits, expected) < 5e-3
+    check_states(decoders[0].state(), decoders[1].state(), 5e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,8 +15,9 @@ gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain fr
 2. `context_one`: inner norm, the state space's output, context product, times the gate.
 3. `output_one`: output product, added to the residual stream.
 
-Then `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and the
-state are float32; only the weights are bfloat16.
+A Transformer block is `product_one`, the two kernels of `decode_attention`, `product_one` and `output_one`. At the end
+`head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and the state
+are float32; only the weights are bfloat16.
 """
 
 import triton
@@ -34,16 +35,18 @@ def ready(OVERLAP: tl.constexpr):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The config's activation of float32 values."""
+    """The config's activation of float32 values, or none."""
     if ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "swish":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "relu2":
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
-    else:
-        tl.static_assert(ACTIVATION == "relu", "an activation that the kernels do not have")
+    elif ACTIVATION == "relu":
         y = tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "none", "an activation that the kernels do not have")
+        y = x
     return y
 
 
@@ -53,6 +56,24 @@ def normed(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: tl.con
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon) * scale + shift
+
+
+@triton.jit
+def normed_product(
+    x_at, scale_at, shift_at, weight_at, bias_at, row, rows, epsilon,
+    E: tl.constexpr, CENTRED: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """W norm(x) + b for these of the weight's rows, loaded before the wait for the kernel before."""
+    k = tl.arange(0, E_PAD)
+    inside = (row[:, None] < rows) & (k[None, :] < E)
+    weight = tl.load(weight_at + row[:, None] * E + k[None, :], mask=inside, other=0.0)
+    scale = tl.load(scale_at + k, mask=k < E, other=0.0)
+    shift = tl.load(shift_at + k, mask=k < E, other=0.0)
+    bias = tl.load(bias_at + row, mask=row < rows, other=0.0)
+    ready(OVERLAP)
+    x = tl.load(x_at + k, mask=k < E, other=0.0)
+    x = normed(x, k < E, scale, shift, epsilon, E, CENTRED)
+    return tl.sum(weight.to(tl.float32) * x[None, :], 1) + bias
 
 
 @triton.jit
@@ -74,10 +95,10 @@ def earlier_outputs(
 
 @triton.jit
 def embed_rows(
-    tokens_at, position_at, read_at, embedding_at, wavenumber_at, x_at,
-    V, E: tl.constexpr, W, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens_at, position_at, lengths_at, read_at, embedding_at, wavenumber_at, x_at,
+    V, E: tl.constexpr, W, BLOCKS: tl.constexpr, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x [B, E] for the next tokens, a program a row; moves the positions and the place in the block on by one.
+    """x [B, E] for the next tokens, a program a row; moves positions, lengths of caches and the place in the block on.
 
     A token outside the vocabulary gives NaN, which reaches the logits, instead of a read outside the table.
     """
@@ -95,6 +116,9 @@ def embed_rows(
         x += tl.where(k < half, tl.sin(angle), tl.cos(angle)).to(embedding_at.dtype.element_ty)
     tl.store(x_at + row * E + k, x, mask=k < E)
     tl.store(position_at + row, position + 1)
+    for block in tl.static_range(BLOCKS):
+        length_at = lengths_at + block * tl.num_programs(0) + row
+        tl.store(length_at, tl.load(length_at) + 1)
     if row == 0:
         tl.store(read_at, (tl.load(read_at) + 1) % W)
 
@@ -111,22 +135,28 @@ def gate_inner_one(
     tiles: tl.constexpr = (F + H + ROWS - 1) // ROWS
     if tile < tiles:
         row = tile * ROWS + tl.arange(0, ROWS)
-        k = tl.arange(0, E_PAD)
-        inside = (row[:, None] < F + H) & (k[None, :] < E)
-        weight = tl.load(weight_at + row[:, None] * E + k[None, :], mask=inside, other=0.0)
-        scale = tl.load(scale_at + k, mask=k < E, other=0.0)
-        shift = tl.load(shift_at + k, mask=k < E, other=0.0)
-        bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)
-        ready(OVERLAP)
-        x = tl.load(x_at + k, mask=k < E, other=0.0)
-        x = normed(x, k < E, scale, shift, epsilon, E, CENTRED)
-        y = activated(tl.sum(weight.to(tl.float32) * x[None, :], 1) + bias, ACTIVATION)
+        y = normed_product(
+            x_at, scale_at, shift_at, weight_at, bias_at, row, F + H, epsilon, E, CENTRED, E_PAD, OVERLAP
+        )
+        y = activated(y, ACTIVATION)
         tl.store(gate_at + row, y.to(gate_at.dtype.element_ty), mask=row < F)
         tl.store(inner_at + row - F, y, mask=(row >= F) & (row < F + H))
     else:
         ready(OVERLAP)
         read = tl.load(read_at)
         earlier_outputs(tile - tiles, inputs_at, taps_at, echo_at, base_at, read, H, H, W_PAD, CHANNELS)
+
+
+@triton.jit
+def product_one(
+    x_at, scale_at, shift_at, weight_at, bias_at, out_at, epsilon,
+    E: tl.constexpr, F: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
+    E_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """φ(W norm(x) + b) [F], in a Transformer block."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    y = normed_product(x_at, scale_at, shift_at, weight_at, bias_at, row, F, epsilon, E, CENTRED, E_PAD, OVERLAP)
+    tl.store(out_at + row, activated(y, ACTIVATION), mask=row < F)
 
 
 @triton.jit

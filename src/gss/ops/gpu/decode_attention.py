@@ -1,68 +1,95 @@
-"""A token of each sequence through a Transformer block on chunks: plain operations on tensors that stay where they are.
+"""One token of each sequence through attention on chunks: it attends, and its key and value join the chunk's.
 
-So a CUDA graph can hold them between the kernels of GSS layers. A chunk's keys and values have a fixed size; which of
-them a token sees is the device's to know. Some 15 small operations a block: what they take is mostly their weights.
+The fast path of `gss.nn.attention` for a token at a time; the products around it are those of GSS layers, in `decode`
+and `decode_batch`. A program has a head of a sequence to itself, and no other reads or writes that part of the cache.
+For several sequences that is enough programs, and each goes through all keys. For one it is not: there a chunk is cut
+into slices with a program each, and `attended_output_one` puts them together as it reads them.
+
+The chunk's keys and values are bfloat16, at the 192M preset's sizes 2 MB for a sequence, of which a token needs half
+on average. They are loaded after the wait for the kernel before, unlike weights: they are the step's own results.
 """
 
-from dataclasses import dataclass
+import triton
+import triton.language as tl
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from gss.ops.gate import ACTIVATIONS
-from gss.ops.gpu.stream import normed
-
-Pair = tuple[Tensor, Tensor]
+from gss.ops.gpu.decode import ready
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionWeights:
-    """A block's weights in bfloat16, with their biases; its norms in float32."""
+@triton.jit
+def attend(
+    projected_at, keys_at, values_at, length_at, attended_at, peak_at, total_at, scale,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, SLICE: tl.constexpr, WHOLE: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Attention of queries over keys [B, h, CHUNK, d] of which the last is the token's own; `length` [B] counts it.
 
-    norm: Pair
-    query_key_value: Pair  # [3·h·d, E]
-    output: Pair  # [E, h·d]
-    feedforward_norm: Pair
-    inner: Pair  # [F, E]
-    outer: Pair  # [E, F]
-    heads: int
-    chunk: int
-    activation: str
-    centred: bool
-    epsilon: float
+    The grid is (B·h, slices). Queries, keys and values of the token are [B, 3, h, d]; its key and value are put into
+    the cache. Written: the attended values [B, h, d] if WHOLE; else, for each slice [slices, B, h, d], their sum with
+    weights e^(score − peak), the peak, and the sum of those weights, [slices, B, h] each.
+    """
+    row, head, part = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    d = tl.arange(0, WIDTH_PAD)
+    inside = d < WIDTH
+    ready(OVERLAP)
+    place = ((tl.load(length_at + row) - 1) % CHUNK).to(tl.int32)
+    own = projected_at + (row * 3 * HEADS + head) * WIDTH + d
+    query = tl.load(own, mask=inside, other=0.0).to(tl.float32) * scale
+    key = tl.load(own + HEADS * WIDTH, mask=inside, other=0.0).to(keys_at.dtype.element_ty)
+    value = tl.load(own + 2 * HEADS * WIDTH, mask=inside, other=0.0).to(values_at.dtype.element_ty)
+    cached = tl.program_id(0).to(tl.int64) * CHUNK * WIDTH
+    first = part * SLICE
+    if (place >= first) & (place < first + SLICE):
+        tl.store(keys_at + cached + place * WIDTH + d, key, mask=inside)
+        tl.store(values_at + cached + place * WIDTH + d, value, mask=inside)
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    weighted = tl.zeros((WIDTH_PAD,), tl.float32)
+    for start in range(first, tl.minimum(first + SLICE, place + 1), KEYS):
+        j = start + tl.arange(0, KEYS)
+        at = cached + j[:, None] * WIDTH + d[None, :]
+        earlier = (j < place)[:, None] & inside[None, :]
+        is_own = (j == place)[:, None]
+        keys = tl.where(is_own, key[None, :], tl.load(keys_at + at, mask=earlier, other=0.0)).to(tl.float32)
+        values = tl.where(is_own, value[None, :], tl.load(values_at + at, mask=earlier, other=0.0)).to(tl.float32)
+        score = tl.where(j <= place, tl.sum(keys * query[None, :], 1), float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 0))
+        weight = tl.exp(score - higher)
+        fading = tl.exp(peak - higher)
+        total = total * fading + tl.sum(weight, 0)
+        weighted = weighted * fading + tl.sum(weight[:, None] * values, 0)
+        peak = higher
+    rows = tl.num_programs(0)
+    slot = part * rows + tl.program_id(0)
+    if WHOLE:
+        weighted = weighted / total
+    else:
+        tl.store(peak_at + slot, peak)
+        tl.store(total_at + slot, total)
+    tl.store(attended_at + slot * WIDTH + d, weighted.to(attended_at.dtype.element_ty), mask=inside)
 
 
-class Cache:
-    """The current chunk of B sequences, and how many tokens each has read."""
-
-    def __init__(self, weights: AttentionWeights, batch: int) -> None:
-        weight = weights.output[0]
-        size = (batch, weights.heads, weights.chunk, weight.shape[1] // weights.heads)
-        self.keys, self.values = (weight.new_zeros(size) for _ in range(2))
-        self.length = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-
-    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is of one sequence each, the sequences first."""
-        return self.keys, self.values, self.length
-
-
-def read_token(weights: AttentionWeights, cache: Cache, x: Tensor) -> None:
-    """The next token of each sequence through the block: the stream x [B, E] and the cache change in place."""
-
-    def above(norm: Pair) -> Tensor:
-        return normed(x, *norm, weights.epsilon, weights.centred, cache.keys.dtype)
-
-    projected = F.linear(above(weights.norm), *weights.query_key_value)
-    query, key, value = projected.view(len(x), 3, weights.heads, 1, -1).unbind(1)  # [B, h, 1, d]
-    place = (cache.length % weights.chunk).view(-1, 1, 1, 1)
-    for held, new in ((cache.keys, key), (cache.values, value)):
-        held.scatter_(2, place.expand_as(new), new)
-    visible = torch.arange(weights.chunk, device=x.device) <= place
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # which a graph can be sure to hold
-        attended = F.scaled_dot_product_attention(query, cache.keys, cache.values, attn_mask=visible)
-    x += F.linear(attended.flatten(1), *weights.output)
-    inner = F.linear(above(weights.feedforward_norm), *weights.inner)
-    x += F.linear(ACTIVATIONS[weights.activation](inner), *weights.outer)
-    cache.length += 1
+@triton.jit
+def attended_output_one(
+    attended_at, peak_at, total_at, weight_at, bias_at, x_at,
+    E: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    COLUMNS: tl.constexpr, SLICES_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`decode.output_one` of what one sequence attends to, given in the slices of `attend`: [SLICES, h·d]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, COLUMNS)
+    inside = k < HEADS * WIDTH
+    weight = tl.load(
+        weight_at + row[:, None] * (HEADS * WIDTH) + k[None, :], mask=(row < E)[:, None] & inside[None, :], other=0.0
+    )
+    bias = tl.load(bias_at + row, mask=row < E, other=0.0)
+    ready(OVERLAP)
+    x = tl.load(x_at + row, mask=row < E, other=0.0)
+    part = tl.arange(0, SLICES_PAD)[:, None]
+    there = (part < SLICES) & inside[None, :]
+    of_head = part * HEADS + (k // WIDTH)[None, :]
+    peak = tl.load(peak_at + of_head, mask=there, other=float("-inf"))
+    total = tl.load(total_at + of_head, mask=there, other=0.0)
+    weighted = tl.load(attended_at + part * (HEADS * WIDTH) + k[None, :], mask=there, other=0.0)
+    share = tl.exp(peak - tl.where(inside, tl.max(peak, 0), 0.0)[None, :])
+    attended = tl.sum(share * weighted, 0) / tl.where(inside, tl.sum(share * total, 0), 1.0)
+    tl.store(x_at + row, x + tl.sum(weight.to(tl.float32) * attended[None, :], 1) + bias, mask=row < E)

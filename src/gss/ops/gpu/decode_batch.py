@@ -41,7 +41,7 @@ def add_and_norm(
     epsilon, factor, B, E: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr,
     E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x [B, E] += the partial sums [SPLITS, B, E] of the layer before and its bias; factor·norm(x). A program a row;
+    """x [B, E] += the partial sums [SPLITS, B, E] of the product before and its bias; factor·norm(x). A program a row;
     those beyond the rows do the next layer's `earlier_outputs`, which needs none of it."""
     row = tl.program_id(0)
     k = tl.arange(0, E_PAD)
@@ -91,7 +91,10 @@ def gate_inner_many(
     B, E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """φ(W₂ x + b₂) [B, F] and φ(W₁ x + b₁) [B, H] of normed rows [B, E]; the batch is the grid's axis 1."""
+    """φ(W₂ x + b₂) [B, F] and φ(W₁ x + b₁) [B, H] of normed rows [B, E]; the batch is the grid's axis 1.
+
+    With H = 0 a product as a Transformer block has it.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(bias_at + row, mask=row < F + H, other=0.0)

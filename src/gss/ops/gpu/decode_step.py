@@ -1,144 +1,20 @@
-"""A step of a GSS model as a list of kernel launches: what `gss.graph_decode` captures in a CUDA graph.
+"""A step of a GSS model, pure or hybrid, as a list of kernel launches, for `gss.graph_decode` to capture as a graph.
 
-Here are the tensors that the kernels work on, the tiles that they are cut into and the launches in their order;
-the kernels are in `decode` (one sequence), `decode_batch` (several) and `decode_fold` (the end of a block), and the
-hybrid's Transformer blocks in `decode_attention`.
+The kernels are in `decode` (one sequence), `decode_batch` (several), `decode_attention` (the hybrid's, both) and
+`decode_fold` (the end of a block); what they work on is in `decode_tensors`.
 """
 
-from dataclasses import dataclass, replace
+import itertools
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
-from gss.ops.gpu import decode, decode_batch, decode_fold
-from gss.ops.gpu.decode_attention import AttentionWeights, Cache, read_token
+from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold
+from gss.ops.gpu.decode_tensors import AttentionWeights, Buffers, Pair, Tile, Tiles, Weights
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """How one kernel is cut up; sizes are powers of two, and larger than the work is harmless."""
-
-    rows: int
-    """Rows of the weight (of the state, in the fold) a program."""
-    depth: int = 64
-    """Columns of the weight at a time (modes, in the fold), where a program does not take all at once."""
-    warps: int = 4
-    """Warps a program."""
-    stages: int = 3
-    """Loads in flight in the loop over columns."""
-    columns: int = 64
-    """Most sequences a program, in the kernels for several: 16, 32 or 64."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """The tiles of every kernel; `for_batch` has the fastest found for the 192M preset on an H200."""
-
-    gate_one: Tile = Tile(rows=8, warps=2)
-    context_one: Tile = Tile(rows=16)
-    output_one: Tile = Tile(rows=4, depth=4096)
-    head_one: Tile = Tile(rows=16)
-    gate_many: Tile = Tile(rows=64, depth=128, stages=4)
-    context_many: Tile = Tile(rows=64, columns=16)
-    output_many: Tile = Tile(rows=64, depth=128, stages=4)
-    head_many: Tile = Tile(rows=128, depth=64, stages=4)
-    fold: Tile = Tile(rows=64, depth=16)
-    splits: int = 8
-    """Parts of the gate's width that a batch's output product is cut into."""
-    channels: int = 32
-    """Rows of the state space a program of `earlier_outputs`."""
-    fold_precision: str = "bf16x3"
-    """Of the fold's products, in Triton's names: tf32x3 has float32's accuracy, nearly; bf16x3 16 bits of it."""
-    overlap: bool = True
-    """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
-    norm_early: bool = True
-    """Whether a batch's norm, which has no weights to load, starts as early."""
-
-    def with_(self, **changes: Any) -> "Tiles":
-        """The same with some tiles replaced."""
-        return replace(self, **changes)
-
-    @staticmethod
-    def for_batch(batch: int, capability: tuple[int, int] = (9, 0)) -> "Tiles":
-        """The tiles for so many sequences on a device of this compute capability."""
-        if batch == 1:
-            tiles = Tiles(fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
-        elif batch <= 16:
-            deep = Tile(rows=64, depth=256)
-            tiles = Tiles(gate_many=deep, output_many=deep, head_many=deep)
-        else:
-            tiles = Tiles()
-        if capability != (8, 0) and not 9 <= capability[0] < 12:  # under 100 KB of shared memory a program
-            names = ("gate_many", "output_many", "head_many", "fold")
-            tiles = tiles.with_(**{name: replace(getattr(tiles, name), stages=2) for name in names})
-        return tiles.with_(overlap=capability >= (9, 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """A model as the kernels read it: weights in bfloat16, the rest float32; D GSS layers, blocks of W tokens."""
-
-    kinds: tuple[str, ...]  # of all layers in their order: gss or attention
-    attention: tuple[AttentionWeights, ...]
-    embedding: Tensor  # [V, E], in the model's own precision
-    head: Tensor  # [V, E]
-    final_norm: tuple[Tensor, Tensor]  # scale and shift, [E]
-    norm: tuple[Tensor, Tensor]  # [D, E]
-    inner_norm: tuple[Tensor, Tensor]  # [D, H]
-    gate_inner: tuple[Tensor, Tensor]  # [D, F + H, E] and the bias [D, F + H]
-    context: tuple[Tensor, Tensor]  # [D, F, H], [D, F]
-    output: tuple[Tensor, Tensor]  # [D, E, F], [D, E]
-    taps: Tensor  # [D, W, H], the skip in tap 0
-    into: Tensor  # [D, 2, W + 1, N]: a^(W−j)
-    readout: Tensor  # [D, 2, H, N]
-    out_of: Tensor  # [D, 2, N, W]: a^(k+1), the imaginary plane negated
-    wavenumber: Tensor | None  # [E / 2] float64: turns a token of sinusoidal positions
-    activation: str
-    centred: bool
-    epsilon: float
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """D, V, E, F, H, N, W."""
-        depth, width, gate_width = self.output[0].shape
-        return (depth, self.head.shape[0], width, gate_width, *self.readout.shape[2:], self.taps.shape[1])
-
-
-class Buffers:
-    """What changes from step to step, B sequences."""
-
-    def __init__(self, weights: Weights, batch: int, tiles: Tiles) -> None:
-        D, V, E, F, H, N, W = weights.sizes
-        device = weights.head.device
-
-        def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        between = torch.float32 if batch == 1 else torch.bfloat16
-        head_rows = _rows(tiles.head_one, E) if batch == 1 else tiles.head_many.rows
-        self.batch = batch
-        self.tokens, self.position = room(batch, dtype=torch.int64), room(batch, dtype=torch.int64)
-        self.read = room(1, dtype=torch.int32)  # the place in the block of the last token
-        self.joined = room(batch, dtype=torch.int32)  # where in the block each sequence came
-        self.history = room(W, batch, dtype=torch.int64)  # the tokens chosen after each place
-        self.x, self.normed = room(batch, E), room(batch, E, dtype=torch.bfloat16)
-        self.gate, self.gated = room(batch, F, dtype=between), room(batch, F, dtype=between)
-        self.inner, self.base = room(batch, H), room(batch, H)
-        self.partial = room(_slices(F, tiles)[1], batch, E)
-        self.logits = room(batch, V)
-        self.best = room(batch, triton.cdiv(V, head_rows))
-        self.best_token = room(*self.best.shape, dtype=torch.int32)
-        self.state = room(D, 2, batch, H, N)
-        self.inputs, self.echo = room(D, W, batch, H), room(D, W, batch, H)
-        self.caches = [Cache(block, batch) for block in weights.attention]
-
-    def by_row(self) -> tuple[Tensor, ...]:
-        """What is of one sequence each from step to step, the sequences first."""
-        held = (self.state.movedim(2, 0), self.inputs.movedim(2, 0), self.echo.movedim(2, 0))
-        cached = (tensor for cache in self.caches for tensor in cache.by_row())
-        return (self.tokens, self.position, self.joined, *held, *cached)
+Pending = tuple[Tensor, int]
+"""A product's bias and the number of its partial sums, all still to be added to the stream of several sequences."""
 
 
 def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
@@ -146,9 +22,9 @@ def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     _, V, E, _, _, _, W = weights.sizes
     batch = buffers.batch
     decode.embed_rows[(batch,)](
-        buffers.tokens, buffers.position, buffers.read, weights.embedding,
-        buffers.position if weights.wavenumber is None else weights.wavenumber, buffers.x,
-        V, E, W, SINUSOIDS=weights.wavenumber is not None, E_PAD=_pad(E), **_launch(tiles),
+        buffers.tokens, buffers.position, buffers.lengths, buffers.read, weights.embedding,
+        buffers.position if weights.wavenumber is None else weights.wavenumber, buffers.x, V, E, W,
+        BLOCKS=len(weights.attention), SINUSOIDS=weights.wavenumber is not None, E_PAD=_pad(E), **_launch(tiles),
     )  # fmt: skip
     launch_layers(weights, buffers, tiles)
     decode.choose_next[(batch,)](
@@ -159,29 +35,30 @@ def launch_step(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
 
 def launch_layers(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     """Every layer, then the norm and the head."""
-    layer, blocks = 0, iter(zip(weights.attention, buffers.caches, strict=True))
-    pending = False  # for several sequences, whether the last GSS layer's sums are still to be added to the stream
+    layers, blocks = itertools.count(), itertools.count()
+    if buffers.batch == 1:
+        for kind in weights.kinds:
+            if kind == "attention":
+                one_attention(weights, buffers, tiles, next(blocks))
+            else:
+                one_layer(weights, buffers, tiles, next(layers))
+        head_one(weights, buffers, tiles)
+        return
+    pending = None
     for kind in weights.kinds:
         if kind == "attention":
-            if pending:
-                buffers.x += buffers.partial.sum(0) + weights.output[1][layer - 1]
-                pending = False
-            read_token(*next(blocks), buffers.x)
-        elif buffers.batch == 1:
-            one_layer(weights, buffers, tiles, layer)
-            layer += 1
+            pending = many_attention(weights, buffers, tiles, next(blocks), pending)
         else:
-            many_layer(weights, buffers, tiles, layer, pending)
-            layer, pending = layer + 1, True
-    head_one(weights, buffers, tiles) if buffers.batch == 1 else head_many(weights, buffers, tiles, pending)
+            pending = many_layer(weights, buffers, tiles, next(layers), pending)
+    head_many(weights, buffers, tiles, pending)
 
 
 def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only: str = "") -> None:
-    """The kernels of a layer for one sequence (`only` one of them, to time it)."""
+    """The kernels of a GSS layer for one sequence (`only` one of them, to time it)."""
     _, _, E, F, H, _, W = weights.sizes
     if only in ("", "gate"):
         tile = tiles.gate_one
-        rows = _rows(tile, E)
+        rows = tile.rows_of(E)
         grid = triton.cdiv(F + H, rows) + triton.cdiv(H, tiles.channels)
         decode.gate_inner_one[(grid,)](
             buffers.x, *_of(weights.norm, layer), *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
@@ -191,59 +68,77 @@ def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only
         )  # fmt: skip
     if only in ("", "context"):
         tile = tiles.context_one
-        rows = _rows(tile, H)
+        rows = tile.rows_of(H)
         decode.context_one[(triton.cdiv(F, rows),)](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
             buffers.read, *_of(weights.context, layer), buffers.gate, buffers.gated, weights.epsilon,
             F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
-        tile = tiles.output_one
-        decode.output_one[(triton.cdiv(E, tile.rows),)](
-            buffers.gated, *_of(weights.output, layer), buffers.x,
-            E, F, ROWS=tile.rows, COLUMNS=min(tile.depth, _pad(F)), **_launch(tiles, tile),
-        )  # fmt: skip
+        _add_product_one(weights, buffers, tiles, buffers.gated, _of(weights.output, layer))
+
+
+def one_attention(weights: Weights, buffers: Buffers, tiles: Tiles, index: int) -> None:
+    """The kernels of a Transformer block for one sequence."""
+    block = weights.attention[index]
+    E, tile = weights.sizes[2], tiles.attended_one
+    _product_one(weights, buffers, tiles, block.norm, block.query_key_value, buffers.projected, "none")
+    _attend(block, buffers, tiles, index)
+    slices = tiles.attention_slices(block.chunk, 1)[1]
+    rows = tile.rows_of(block.width)
+    decode_attention.attended_output_one[(triton.cdiv(E, rows),)](
+        buffers.attended, buffers.peak, buffers.total, *block.output, buffers.x,
+        E, block.heads, block.width // block.heads, slices,
+        COLUMNS=_pad(block.width), SLICES_PAD=_pad(slices), ROWS=rows, **_launch(tiles, tile),
+    )  # fmt: skip
+    _product_one(weights, buffers, tiles, block.feedforward_norm, block.inner, buffers.hidden, weights.activation)
+    _add_product_one(weights, buffers, tiles, buffers.hidden, block.outer)
 
 
 def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
     """Norm and head for one sequence."""
     _, V, E, *_ = weights.sizes
-    rows = _rows(tiles.head_one, E)
+    rows = tiles.head_one.rows_of(E)
     decode.head_one[(triton.cdiv(V, rows),)](
         buffers.x, *weights.final_norm, weights.head, buffers.logits, buffers.best, buffers.best_token,
         weights.epsilon, E**-0.5, V, E, weights.centred, E_PAD=_pad(E), ROWS=rows, **_launch(tiles, tiles.head_one),
     )  # fmt: skip
 
 
-def _slices(width: int, tiles: Tiles) -> tuple[int, int]:
-    """How the sum over a gate's width is cut, in whole tiles: columns a slice, and slices, few where it is narrow."""
-    depth = tiles.output_many.depth
-    part = triton.cdiv(triton.cdiv(width, tiles.splits), depth) * depth
-    return part, triton.cdiv(width, part)
+def _product_one(
+    weights: Weights, buffers: Buffers, tiles: Tiles, norm: Pair, dense: Pair, out: Tensor, activation: str
+) -> None:
+    """A product of the stream, normed."""
+    tile, (F, E) = tiles.gate_one, dense[0].shape
+    rows = tile.rows_of(E)
+    decode.product_one[(triton.cdiv(F, rows),)](
+        buffers.x, *norm, *dense, out, weights.epsilon, E, F, weights.centred, activation,
+        E_PAD=_pad(E), ROWS=rows, **_launch(tiles, tile),
+    )  # fmt: skip
+
+
+def _add_product_one(weights: Weights, buffers: Buffers, tiles: Tiles, given: Tensor, dense: Pair) -> None:
+    """A product that is added to the stream."""
+    tile, (E, F) = tiles.output_one, dense[0].shape
+    decode.output_one[(triton.cdiv(E, tile.rows),)](
+        given, *dense, buffers.x,
+        E, F, ROWS=tile.rows, COLUMNS=min(tile.depth, _pad(F)), **_launch(tiles, tile),
+    )  # fmt: skip
 
 
 def many_layer(
-    weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, pending: bool = True, only: str = ""
-) -> None:
-    """The kernels of a layer for several sequences (`only` one of them, to time it).
-
-    `pending`: the layer before has left its sums to be added to the stream, as this one will.
-    """
-    _, _, E, F, H, _, _ = weights.sizes
+    weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, pending: Pending | None = None, only: str = ""
+) -> Pending:
+    """The kernels of a GSS layer for several sequences (`only` one of them, to time it); what it leaves pending."""
+    _, _, _, F, H, _, _ = weights.sizes
     batch = buffers.batch
     if only in ("", "norm"):
-        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), layer, 1.0, pending)
+        _add_and_norm(weights, buffers, tiles, _of(weights.norm, layer), pending, layer=layer)
     if only in ("", "gate"):
-        tile = tiles.gate_many
-        columns = _columns(tile, batch)
-        decode_batch.gate_inner_many[(triton.cdiv(F + H, tile.rows), triton.cdiv(batch, columns))](
-            buffers.normed, *_of(weights.gate_inner, layer), buffers.gate, buffers.inner,
-            batch, E, F, H, weights.activation, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
-            **_launch(tiles, tile),
-        )  # fmt: skip
+        _product_many(buffers, tiles, _of(weights.gate_inner, layer), buffers.gate, weights.activation, H)
     if only in ("", "context"):
         tile = tiles.context_many
-        across = max(16, min(_columns(tile, batch), 2**14 // _pad(H)))
+        across = max(16, min(tile.columns_of(batch), 2**14 // _pad(H)))
         rows = max(16, min(tile.rows, 2**15 // _pad(H)))
         decode_batch.context_many[(triton.cdiv(F, rows), triton.cdiv(batch, across))](
             buffers.inner, *_of(weights.inner_norm, layer), buffers.base, weights.taps[layer], buffers.inputs[layer],
@@ -251,21 +146,32 @@ def many_layer(
             batch, F, H, weights.centred, H_PAD=_depth(H), ROWS=rows, COLUMNS=across, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
-        tile = tiles.output_many
-        columns = _columns(tile, batch)
-        part, slices = _slices(F, tiles)
-        decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(batch, columns))](
-            buffers.gated, weights.output[0][layer], buffers.partial,
-            batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
-        )  # fmt: skip
+        _sums_many(buffers, tiles, buffers.gated, weights.output[0][layer])
+    return weights.output[1][layer], tiles.slices(F)[1]
 
 
-def head_many(weights: Weights, buffers: Buffers, tiles: Tiles, pending: bool = True) -> None:
+def many_attention(
+    weights: Weights, buffers: Buffers, tiles: Tiles, index: int, pending: Pending | None = None
+) -> Pending:
+    """The kernels of a Transformer block for several sequences; what it leaves pending."""
+    block = weights.attention[index]
+    _add_and_norm(weights, buffers, tiles, block.norm, pending)
+    _product_many(buffers, tiles, block.query_key_value, buffers.projected, "none")
+    _attend(block, buffers, tiles, index)
+    _sums_many(buffers, tiles, buffers.attended, block.output[0])
+    between = block.output[1], tiles.slices(block.width)[1]
+    _add_and_norm(weights, buffers, tiles, block.feedforward_norm, between)
+    _product_many(buffers, tiles, block.inner, buffers.hidden, weights.activation)
+    _sums_many(buffers, tiles, buffers.hidden, block.outer[0])
+    return block.outer[1], tiles.slices(block.hidden)[1]
+
+
+def head_many(weights: Weights, buffers: Buffers, tiles: Tiles, pending: Pending | None = None) -> None:
     """Norm and head for several sequences."""
-    D, V, E, *_ = weights.sizes
+    _, V, E, *_ = weights.sizes
     tile = tiles.head_many
-    columns = _columns(tile, buffers.batch)
-    _add_and_norm(weights, buffers, tiles, weights.final_norm, D, E**-0.5, pending)
+    columns = tile.columns_of(buffers.batch)
+    _add_and_norm(weights, buffers, tiles, weights.final_norm, pending, factor=E**-0.5)
     decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(buffers.batch, columns))](
         buffers.normed, weights.head, buffers.logits, buffers.best, buffers.best_token,
         buffers.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
@@ -276,20 +182,54 @@ def _add_and_norm(
     weights: Weights,
     buffers: Buffers,
     tiles: Tiles,
-    norm: tuple[Tensor, Tensor],
-    layer: int,
-    factor: float,
-    pending: bool,
+    norm: Pair,
+    pending: Pending | None,
+    factor: float = 1.0,
+    layer: int | None = None,
 ) -> None:
-    """Finish the layer before, if there is one to finish, and norm for the next."""
-    D, _, E, F, H, _, W = weights.sizes
-    here = min(layer, D - 1)
-    grid = buffers.batch + (triton.cdiv(buffers.batch * H, tiles.channels) if layer < D else 0)
+    """Add what is pending to the stream, norm it for what follows; beside it what earlier tokens give a GSS layer."""
+    _, _, E, _, H, _, W = weights.sizes
+    here = layer or 0
+    bias, slices = pending or (norm[1], 0)
+    grid = buffers.batch + (0 if layer is None else triton.cdiv(buffers.batch * H, tiles.channels))
     decode_batch.add_and_norm[(grid,)](
-        buffers.x, buffers.partial, weights.output[1][max(layer - 1, 0)], *norm, buffers.normed,
+        buffers.x, buffers.partial, bias, *norm, buffers.normed,
         buffers.inputs[here], weights.taps[here], buffers.echo[here], buffers.base, buffers.read,
-        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=_slices(F, tiles)[1] if pending else 0,
+        weights.epsilon, factor, buffers.batch, E, H, weights.centred, SPLITS=slices,
         E_PAD=_pad(E), W_PAD=_pad(W), CHANNELS=tiles.channels, **_launch(tiles, early=tiles.norm_early),
+    )  # fmt: skip
+
+
+def _product_many(buffers: Buffers, tiles: Tiles, dense: Pair, out: Tensor, activation: str, channels: int = 0) -> None:
+    """A product of the normed stream; the last `channels` of its rows are `buffers.inner`."""
+    tile, (rows, E) = tiles.gate_many, dense[0].shape
+    columns = tile.columns_of(buffers.batch)
+    decode_batch.gate_inner_many[(triton.cdiv(rows, tile.rows), triton.cdiv(buffers.batch, columns))](
+        buffers.normed, *dense, out, buffers.inner, buffers.batch, E, rows - channels, channels, activation,
+        ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+    )  # fmt: skip
+
+
+def _sums_many(buffers: Buffers, tiles: Tiles, given: Tensor, weight: Tensor) -> None:
+    """The partial sums of a product that is to be added to the stream."""
+    tile, (E, F) = tiles.output_many, weight.shape
+    columns = tile.columns_of(buffers.batch)
+    part, slices = tiles.slices(F)
+    decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(buffers.batch, columns))](
+        given, weight, buffers.partial,
+        buffers.batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
+    )  # fmt: skip
+
+
+def _attend(block: AttentionWeights, buffers: Buffers, tiles: Tiles, index: int) -> None:
+    """Attention of the token that `buffers.projected` has, one sequence or several."""
+    part, slices = tiles.attention_slices(block.chunk, buffers.batch)
+    width = block.width // block.heads
+    decode_attention.attend[(buffers.batch * block.heads, slices)](
+        buffers.projected, buffers.keys[index], buffers.values[index], buffers.lengths[index],
+        buffers.attended, buffers.peak, buffers.total, width**-0.5,
+        block.heads, width, block.chunk, part, WHOLE=buffers.batch > 1,
+        WIDTH_PAD=_pad(width), KEYS=tiles.attend.rows, **_launch(tiles, tiles.attend),
     )  # fmt: skip
 
 
@@ -308,7 +248,7 @@ def launch_fold(weights: Weights, buffers: Buffers, tiles: Tiles, late: bool = F
     )  # fmt: skip
 
 
-def _of(pair: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
+def _of(pair: Pair, layer: int) -> Pair:
     return pair[0][layer], pair[1][layer]
 
 
@@ -319,15 +259,6 @@ def _pad(size: int) -> int:
 def _depth(size: int) -> int:
     """Padded for a matrix product over it, which has at least 16 terms."""
     return max(16, _pad(size))
-
-
-def _rows(tile: Tile, width: int) -> int:
-    """The tile's rows, fewer where a row is so wide that registers would not hold them."""
-    return max(1, min(tile.rows, 2**12 * tile.warps // _pad(width)))
-
-
-def _columns(tile: Tile, batch: int) -> int:
-    return max(16, min(tile.columns, _pad(batch)))
 
 
 def _launch(tiles: Tiles, tile: Tile | None = None, early: bool = True) -> dict[str, Any]:
