@@ -21,7 +21,6 @@ import torch
 import gss
 from gss.decode import Decoder
 from gss.graph_decode import GraphDecoder, prepare
-from gss.nn.state import ModelState
 from gss.ops import fast
 from gss.ops.gpu.decode_step import (
     head_many,
@@ -156,9 +155,7 @@ def check(model: gss.LanguageModel, batch: int, steps: int) -> dict[str, Any]:
     exact, close = copy.deepcopy(model).double(), rounded(model)
     with fast.disabled():
         _, state = exact(tokens[:, :100])
-    single = ModelState(
-        state.position, tuple({k: v.float() for k, v in held.items()} for held in state.layers)
-    )  # fmt: skip
+    single = state.map(lambda held: held.float() if held.is_floating_point() else held)
     quick, again = (
         GraphDecoder(model, single),
         GraphDecoder(model, single, tiles=Tiles.for_batch(batch).with_(overlap=False)),

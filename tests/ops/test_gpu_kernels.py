@@ -68,6 +68,22 @@ def test_zeros_are_convolved_to_zeros() -> None:
     assert torch.equal(fft.convolve_rows(silent, torch.zeros(1, 1024, device=DEVICE)), silent)
 
 
+@pytest.mark.parametrize("scale", [1e-33, 1e-40, 1e-44])
+def test_rows_next_to_zero(scale: float) -> None:
+    """As gradients are behind an activation that is shut: a reciprocal of their largest would be infinite."""
+    signal, kernels = draw(2, 2, 600), draw(2, 1024)
+    grad = draw(2, 2, 600)
+    grad[:, 1] *= scale
+    out, by_signal, by_taps = gradients(fft.convolve_rows, [signal, kernels], grad)
+    assert all(found.isfinite().all() for found in (out, by_signal, by_taps))
+    assert by_signal[:, 1].abs().max() <= 1e-30
+    assert by_taps[1].abs().max() <= 1e-28
+    tiny = torch.stack([signal[:, 0], signal[:, 1] * scale], dim=1)
+    out = fft.convolve_rows(tiny, kernels)
+    assert torch.equal(out[:, 0], fft.convolve_rows(signal, kernels)[:, 0])
+    assert out[:, 1].abs().max() <= 1e-30
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gate(activation: str, biased: bool) -> None:

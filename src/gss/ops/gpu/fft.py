@@ -216,8 +216,7 @@ def _load_pair(signal, channel, pair, rows, length, chunks, channels, N1: tl.con
     where = base[:, None] + position
     mask = (row < rows)[:, None] & (position < length)
     z = tl.load(signal + where, mask=mask, other=0.0).to(tl.float32)
-    peak = tl.max(tl.max(tl.abs(z), 1), 0)
-    peak = tl.where(peak > 0, peak, 1.0)
+    peak = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30)  # below 2^-128 its reciprocal would be infinite
     return (z * (1.0 / peak)).to(tl.float16), peak, where, mask
 
 
