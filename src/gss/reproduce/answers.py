@@ -162,13 +162,13 @@ def _best_in(results: Collection, corpus: str, limit: float) -> tuple[float, str
 
 
 def ratios(ours: Rows, theirs: Rows, length: str, their_length: str | None = None) -> list[float]:
-    """Perplexity over perplexity, seed by seed where both have the seed, else of the means; empty without figures."""
+    """Perplexity over perplexity, seed by seed where both have the same seeds, else of the means as the tables have
+    them; empty without figures."""
     above, below = perplexities(ours, length), perplexities(theirs, their_length or length)
-    common = sorted(above.keys() & below.keys())
-    if common:
-        return [above[seed] / below[seed] for seed in common]
     if not above or not below:
         return []
+    if above.keys() == below.keys():
+        return [above[seed] / below[seed] for seed in sorted(above)]
     return [statistics.fmean(above.values()) / statistics.fmean(below.values())]
 
 
