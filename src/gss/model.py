@@ -148,6 +148,13 @@ def sinusoids(position: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-def build_model(config: ModelConfig) -> LanguageModel:
-    """A freshly initialised model of any family, in float32 on the default device."""
-    return LanguageModel(config)
+def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
+    """A freshly initialised model of any family, in float32 on the default device.
+
+    With a seed it is the one that training with that seed starts from, and torch's random state stays as it was.
+    """
+    if seed is None:
+        return LanguageModel(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LanguageModel(config)

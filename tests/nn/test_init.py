@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+import gss
 from gss.config import StateSpaceConfig
 from gss.nn.state_space import DiagonalStateSpace, skew_hippo_frequencies
 from gss.ops.kernel import kernel
+from tests.conftest import small_config
 
 
 def taps(config: StateSpaceConfig, length: int, channels: int = 400) -> torch.Tensor:
@@ -94,3 +96,16 @@ def test_dss_starts_as_its_authors_have_it() -> None:
     assert math.log(1e-3) <= space.log_step.min() < space.log_step.max() <= math.log(1e-1)
     assert space.readout.std().item() == pytest.approx(1.0, rel=0.02)
     assert space.skip.std().item() == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_seed_draws_the_same_model_and_nothing_else() -> None:
+    config = small_config("gss")
+    before = torch.get_rng_state()
+    one, other, another = (gss.build_model(config, seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(3)
+    plain = gss.build_model(config)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name))
+        assert torch.equal(parameter, plain.get_parameter(name))
+    assert not torch.equal(one.embedding.weight, another.embedding.weight)

@@ -64,13 +64,7 @@ def memory(run: Run) -> Memory | None:
         return None
     # What was imported may have changed on the way (a grown vocabulary moves every later draw).
     trained_here = "seed" in run.config and run.environment
-    return Memory(now, spaces(_at_start(run)) if trained_here else None)
-
-
-def _at_start(run: Run) -> LanguageModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.config["seed"])
-        return build_model(run.model_config)
+    return Memory(now, spaces(build_model(run.model_config, run.config["seed"])) if trained_here else None)
 
 
 @torch.no_grad()

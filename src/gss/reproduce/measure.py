@@ -62,6 +62,7 @@ def measured(
         rows[WHOLE if length is None else str(length)] = row
     if lengths == [None]:
         rows["512"] = rows[WHOLE]  # no document is longer: the same windows
+    start = build_model(run.config.model, run.config.seed)
     return {
         "parameters": account(run.config.model).parameters,
         **speed(folder, run),
@@ -83,7 +84,7 @@ def measured(
             "held_out_tokens": run.corpus.held_out_tokens,
             "vocab_size": run.corpus.vocab_size,
         },
-        "time_constants": {"start": time_constants(_at_start(run)), "end": time_constants(loaded.model)},
+        "time_constants": {"start": time_constants(start), "end": time_constants(loaded.model)},
         "layout": {
             "compile": layout.compile,
             "micro_batch_tokens": layout.micro_batch_tokens,
@@ -217,13 +218,6 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     size = -(-len(rows) // _CURVE_POINTS)
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     return [(part[-1]["step"], round(statistics.fmean(row["loss"] for row in part), 4)) for part in parts]
-
-
-def _at_start(run: Run) -> LanguageModel:
-    """The model before its first step: training seeds torch and builds it, and so does this."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.config.seed)
-        return build_model(run.config.model)
 
 
 @torch.no_grad()
