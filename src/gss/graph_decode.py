@@ -48,7 +48,7 @@ def supports(model: LanguageModel, block: int) -> bool:
 
 def _fits(layer: nn.Module) -> bool:
     if isinstance(layer, TransformerBlock):
-        return layer.chunk is not None
+        return layer.chunk is not None and layer.heads * layer.head_width <= _WIDEST
     return isinstance(layer, GSSLayer) and layer.state_space.log_step is None
 
 

@@ -1,5 +1,6 @@
 """Export and import: a folder that `transformers` loads, text as from `gss generate`, weights back to the bit."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -130,11 +131,16 @@ def test_bad_folders(exported: Path, run: Path, tmp_path: Path, monkeypatch: pyt
         hf.import_folder(tmp_path / "broken", tmp_path / "out")
 
     def full(*args: object) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "checkpoints before it are untouched")  # of no use here
 
-    monkeypatch.setattr("gss.hf.exchange.model_card", full)
-    with pytest.raises(OSError, match="no space left"):
-        hf.export_run(run, tmp_path / "out")
+    for where, command in (
+        ("model_card", lambda: hf.export_run(run, tmp_path / "out")),
+        ("save", lambda: hf.import_folder(exported, tmp_path / "out")),
+    ):
+        monkeypatch.setattr(f"gss.hf.exchange.{where}", full)
+        with pytest.raises(OSError, match=r"no room left to write .*/out .*nothing is left") as raised:
+            command()
+        assert "untouched" not in str(raised.value)
     assert {path.name for path in tmp_path.iterdir()} == {"broken"}  # nothing half-written
 
 

@@ -153,9 +153,10 @@ def test_a_token_outside_the_vocabulary_shows(graph_decode: ModuleType) -> None:
 def test_what_the_kernels_lack_is_refused(graph_decode: ModuleType) -> None:
     per_channel = gss.build_model(small_config("gss", **{"state_space.step_range": (1e-3, 1e-1)}))
     everything = gss.build_model(small_config("gss-hybrid", **{"attention.chunk": None}))
+    broad = gss.build_model(small_config("gss-hybrid", **{"attention.head_width": 4096}))
     transformer = gss.build_model(small_config("transformer"))
     doubles = gss.build_model(small_config("gss")).double()
-    for model in (per_channel, everything, transformer, doubles):
+    for model in (per_channel, everything, broad, transformer, doubles):
         assert not graph_decode.supports(model, 64)
         with pytest.raises(ValueError, match="picks what fits"):
             graph_decode.GraphDecoder(model, model.initial_state(1))

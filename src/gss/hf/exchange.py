@@ -4,6 +4,7 @@ Either folder is written beside its place and renamed, so that it is there whole
 what the weights and ids mean is the model's and the tokenizer's.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -132,6 +133,14 @@ def _written(target: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.replace(target)  # also onto an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            error.errno,
+            f"no room left to write {target} ({os.strerror(error.errno)}): free some and give the same command again; "
+            "nothing is left of it",
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -229,7 +229,7 @@ def _attend(block: AttentionWeights, buffers: Buffers, tiles: Tiles, index: int)
         buffers.projected, buffers.keys[index], buffers.values[index], buffers.lengths[index],
         buffers.attended, buffers.peak, buffers.total, width**-0.5,
         block.heads, width, block.chunk, part, WHOLE=buffers.batch > 1,
-        WIDTH_PAD=_pad(width), KEYS=tiles.attend.rows, **_launch(tiles, tiles.attend),
+        WIDTH_PAD=_pad(width), KEYS=tiles.attend.rows_of(2 * width), **_launch(tiles, tiles.attend),
     )  # fmt: skip
 
 
