@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from filelock import FileLock
 from torch.distributed.tensor import DTensor
 from train_runs import assignments, command, losses, small_config
 
@@ -104,8 +105,13 @@ def _kinds_under_fsdp2(world: World, corpus: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("two")
-    torch.multiprocessing.spawn(_rank, (corpus, folder), nprocs=2)
+    """What two processes find: computed once, also where several workers have tests of this file."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two-processes"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "found1.json").exists():
+            folder.mkdir(exist_ok=True)
+            torch.multiprocessing.spawn(_rank, (corpus, folder), nprocs=2)
     both = [json.loads((folder / f"found{rank}.json").read_text()) for rank in (0, 1)]
     assert both[0] == both[1]
     return folder, both[0]
