@@ -1,5 +1,7 @@
 """Running a model in pieces, and how close two tensors are, in one place."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def run(model: LanguageModel, tokens: Tensor, sizes: list[int]) -> dict[str, Tensor]:
     """Logits, and the gradient of a fixed random function of them for every parameter, from pieces of these sizes."""
+    (result,) = run_prefixes(model, tokens, sizes, [len(sizes)])
+    return result
+
+
+def run_prefixes(
+    model: LanguageModel, tokens: Tensor, sizes: list[int], counts: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """What `run` gives for the first pieces alone, for each of these counts of them; the pieces are read once."""
     state, logits = None, []
     for piece in tokens.split(sizes, dim=1):
         output, state = model(piece, state)
         logits.append(output)
-    whole = torch.cat(logits, dim=1)
-    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad((whole * weights.to(whole)).sum(), list(parameters.values()))
-    return {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}
+    for count in counts:
+        whole = torch.cat(logits[:count], dim=1)
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        loss = (whole * weights.to(whole)).sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=count != counts[-1])
+        yield {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}

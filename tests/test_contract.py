@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gss
-from tests.comparing import relative_error, run
+from tests.comparing import relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
 
 LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
@@ -35,12 +35,13 @@ def random_sizes(total: int, most: int, generator: random.Random) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None:
     model = gss.build_model(small_config(family)).to(dtype)
-    for length in LENGTHS:
-        tokens = torch.randint(0, 61, (batch, length))
-        whole = run(model, tokens, [length])
-        pieces = run(model, tokens, random_sizes(length, 400, random.Random(length)))
+    tokens = torch.randint(0, 61, (batch, LENGTHS[-1]))
+    stepped = run_prefixes(model, tokens, [1] * LENGTHS[-1], LENGTHS)
+    for length, steps in zip(LENGTHS, stepped, strict=True):
+        whole = run(model, tokens[:, :length], [length])
+        pieces = run(model, tokens[:, :length], random_sizes(length, 400, random.Random(length)))
         assert_same(pieces, whole, TOLERANCE[dtype])
-        assert_same(run(model, tokens, [1] * length), whole, TOLERANCE[dtype])
+        assert_same(steps, whole, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
