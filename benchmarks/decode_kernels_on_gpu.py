@@ -233,8 +233,9 @@ def main() -> None:
     weights = prepare(model, 64)
     results |= {"folds": [], "steps": [], "tiles": {}, "parts": {}}
     chosen = {}
-    for number, (batch, variants) in enumerate(VARIANTS[arguments.model]):
-        until = 0.0 if arguments.skip_sweep else arguments.seconds - 12 - 8 * (3 - number)
+    to_try = VARIANTS[arguments.model]
+    for number, (batch, variants) in enumerate(to_try):
+        until = 0.0 if arguments.skip_sweep else arguments.seconds - 12 - 8 * (len(to_try) - number)
         chosen[batch], tried = sweep(weights, batch, Tiles.for_batch(batch), variants, until)
         results["steps"] += tried
         results["tiles"][batch] = asdict(chosen[batch])

@@ -75,7 +75,7 @@ def one_layer(weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, only
             F, H, weights.centred, H_PAD=_pad(H), ROWS=rows, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
-        _add_product_one(weights, buffers, tiles, buffers.gated, _of(weights.output, layer))
+        _add_product_one(buffers, tiles, buffers.gated, _of(weights.output, layer))
 
 
 def one_attention(weights: Weights, buffers: Buffers, tiles: Tiles, index: int) -> None:
@@ -92,7 +92,7 @@ def one_attention(weights: Weights, buffers: Buffers, tiles: Tiles, index: int) 
         COLUMNS=_pad(block.width), SLICES_PAD=_pad(slices), ROWS=rows, **_launch(tiles, tile),
     )  # fmt: skip
     _product_one(weights, buffers, tiles, block.feedforward_norm, block.inner, buffers.hidden, weights.activation)
-    _add_product_one(weights, buffers, tiles, buffers.hidden, block.outer)
+    _add_product_one(buffers, tiles, buffers.hidden, block.outer)
 
 
 def head_one(weights: Weights, buffers: Buffers, tiles: Tiles) -> None:
@@ -117,7 +117,7 @@ def _product_one(
     )  # fmt: skip
 
 
-def _add_product_one(weights: Weights, buffers: Buffers, tiles: Tiles, given: Tensor, dense: Pair) -> None:
+def _add_product_one(buffers: Buffers, tiles: Tiles, given: Tensor, dense: Pair) -> None:
     """A product that is added to the stream."""
     tile, (E, F) = tiles.output_one, dense[0].shape
     decode.output_one[(triton.cdiv(E, tile.rows),)](
@@ -128,7 +128,7 @@ def _add_product_one(weights: Weights, buffers: Buffers, tiles: Tiles, given: Te
 
 def many_layer(
     weights: Weights, buffers: Buffers, tiles: Tiles, layer: int, pending: Pending | None = None, only: str = ""
-) -> Pending:
+) -> Pending | None:
     """The kernels of a GSS layer for several sequences (`only` one of them, to time it); what it leaves pending."""
     _, _, _, F, H, _, _ = weights.sizes
     batch = buffers.batch
@@ -146,8 +146,8 @@ def many_layer(
             batch, F, H, weights.centred, H_PAD=_depth(H), ROWS=rows, COLUMNS=across, **_launch(tiles, tile),
         )  # fmt: skip
     if only in ("", "output"):
-        _sums_many(buffers, tiles, buffers.gated, weights.output[0][layer])
-    return weights.output[1][layer], tiles.slices(F)[1]
+        pending = _sums_many(buffers, tiles, buffers.gated, _of(weights.output, layer))
+    return pending
 
 
 def many_attention(
@@ -158,12 +158,10 @@ def many_attention(
     _add_and_norm(weights, buffers, tiles, block.norm, pending)
     _product_many(buffers, tiles, block.query_key_value, buffers.projected, "none")
     _attend(block, buffers, tiles, index)
-    _sums_many(buffers, tiles, buffers.attended, block.output[0])
-    between = block.output[1], tiles.slices(block.width)[1]
-    _add_and_norm(weights, buffers, tiles, block.feedforward_norm, between)
+    pending = _sums_many(buffers, tiles, buffers.attended, block.output)
+    _add_and_norm(weights, buffers, tiles, block.feedforward_norm, pending)
     _product_many(buffers, tiles, block.inner, buffers.hidden, weights.activation)
-    _sums_many(buffers, tiles, buffers.hidden, block.outer[0])
-    return block.outer[1], tiles.slices(block.hidden)[1]
+    return _sums_many(buffers, tiles, buffers.hidden, block.outer)
 
 
 def head_many(weights: Weights, buffers: Buffers, tiles: Tiles, pending: Pending | None = None) -> None:
@@ -210,8 +208,9 @@ def _product_many(buffers: Buffers, tiles: Tiles, dense: Pair, out: Tensor, acti
     )  # fmt: skip
 
 
-def _sums_many(buffers: Buffers, tiles: Tiles, given: Tensor, weight: Tensor) -> None:
+def _sums_many(buffers: Buffers, tiles: Tiles, given: Tensor, dense: Pair) -> Pending:
     """The partial sums of a product that is to be added to the stream."""
+    weight, bias = dense
     tile, (E, F) = tiles.output_many, weight.shape
     columns = tile.columns_of(buffers.batch)
     part, slices = tiles.slices(F)
@@ -219,6 +218,7 @@ def _sums_many(buffers: Buffers, tiles: Tiles, given: Tensor, weight: Tensor) ->
         given, weight, buffers.partial,
         buffers.batch, E, F, SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **_launch(tiles, tile),
     )  # fmt: skip
+    return bias, slices
 
 
 def _attend(block: AttentionWeights, buffers: Buffers, tiles: Tiles, index: int) -> None:
