@@ -4,7 +4,7 @@ Every candidate is a stack of (norm → mixer → added, norm → SwiGLU → add
 is the mixer alone. A pattern has a letter per layer:
 
     A   causal attention, rotary positions or none, over everything or a sliding window
-    S   a selective state space: S_t = a_t·S_{t−1} + Δ_t·k_t v_tᵀ per head, y_t = q_t S_t, in chunks (the state is diagonal)
+    S   a state space with a diagonal transition: S_t = a_t·S_{t−1} + Δ_t·k_t v_tᵀ per head, y_t = q_t S_t, in chunks
 
 For studies only: the winner becomes a layer of the package.
 """
@@ -218,7 +218,7 @@ class Selective(nn.Module):
 
 def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, delta: Tensor, chunk: int) -> Tensor:
     """y_t = Σ_{s≤t} (Π_{r=s+1..t} a_r) Δ_s (q_t·k_s) v_s; q, k [B, L, g, dk], v [B, L, h, dv], the rest [B, L, h]."""
-    batch, length, heads, dv = v.shape
+    length, heads = v.shape[1:3]
     pad = -length % chunk
     if pad:
         q, k, v = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k, v))

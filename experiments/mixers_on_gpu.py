@@ -8,6 +8,7 @@ has each document's loss at each length, so that two candidates can be paired ov
 """
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -196,9 +197,7 @@ def score(model: Model, losses: Any, data: str, lengths: list[int], device: str)
                 rows_at_4k += count
         documents[str(length)] = found
     edges = [0, 16, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
-    by_position = [
-        round(float(positions[a:b].mean()) / max(1, rows_at_4k), 4) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    by_position = [round(float(positions[a:b].mean()) / max(1, rows_at_4k), 4) for a, b in itertools.pairwise(edges)]
     half = {
         f"{what}-{length}": round(math.exp(sum(n for n, _ in part) / max(1, sum(c for _, c in part))), 3)
         for length, rows in documents.items()
