@@ -17,8 +17,8 @@ import gss
 from gss.generate import read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
-from gss.ops import fast, rows, vandermonde
-from gss.ops.gpu import cross_entropy, fft, gate, powers
+from gss.ops import fast, vandermonde
+from gss.ops.gpu import cross_entropy, fft, gate
 
 H, N, E, F, V = 256, 512, 1024, 4096, 32_000
 TABLE: list[dict] = []
@@ -84,21 +84,8 @@ def modes(length: int) -> None:
         readout, log_a = space.discretized()
     weights, values = readout.unsqueeze(0), torch.randn(1, H, length, device="cuda")
     with fast.disabled():
-        expected = vandermonde.evaluate(weights.to(torch.complex128), log_a, length)
-        expected_modes = vandermonde.project(values.double(), log_a)
         row(f"evaluate {length}: plain", milliseconds(lambda: vandermonde.evaluate(weights, log_a, length)))
         row(f"project {length}: plain", milliseconds(lambda: vandermonde.project(values, log_a)))
-    row(f"evaluate {length}: error", error(powers.evaluate(weights, log_a, length), expected), "relative")
-    difference = powers.project(values, log_a) - expected_modes
-    row(f"project {length}: error", (difference.abs().norm() / expected_modes.abs().norm()).item(), "relative")
-    table = powers.table(log_a, length)
-    half = powers.evaluate_half(weights, table, length)
-    row(f"evaluate in halves {length}: error", error(half, expected), "relative")
-    row(f"evaluate in halves {length}", milliseconds(lambda: powers.evaluate_half(weights, table, length)))
-    row(f"project in halves {length}", milliseconds(lambda: powers.project_half(values, table)))
-    row(f"evaluate {length}", milliseconds(lambda: powers.evaluate(weights, log_a, length)))
-    row(f"project {length}", milliseconds(lambda: powers.project(values, log_a)))
-    row(f"table {length}", milliseconds(lambda: powers.table(log_a, length)))
     row("discretized", milliseconds(lambda: space.discretized()))
     signal = torch.randn(16, H, length, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn_like(signal)
@@ -111,7 +98,7 @@ def modes(length: int) -> None:
         return run
 
     def fast_mix():
-        return rows.mix(signal, *space.discretized(), space.skip, None, False)[0]
+        return space._mix_on_gpu(signal.transpose(1, 2), None, False)[0].transpose(1, 2)
 
     row(f"state space 16x{length}, forward", milliseconds(lambda: fast_mix()))
     row(f"state space 16x{length}, forward and backward", milliseconds(both(fast_mix)))

@@ -10,12 +10,13 @@ import gss
 SOURCE = Path(gss.__file__).parent
 # What each part of the package may import from the package; a part not named here may import anything below the CLI.
 ALLOWED = {
-    "config": set(),
+    "choices": set(),
+    "config": {"choices"},
     "presets": {"config"},
     "paper": set(),
-    "ops": {"ops"},
-    "nn": {"nn", "ops", "config"},
-    "model": {"nn", "config"},
+    "ops": {"ops", "choices"},
+    "nn": {"nn", "ops", "config", "choices"},
+    "model": {"nn", "ops", "config", "choices"},
     "data": {"data", "config"},
     "loss": {"model", "nn", "ops", "config"},
     "accounting": {"model", "nn", "config"},

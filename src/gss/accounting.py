@@ -1,4 +1,4 @@
-"""What a model costs before it is built: parameters, arithmetic a token, memory a sequence."""
+"""What a model costs before it is built: parameters, FLOPs per token, memory per sequence."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gss.config import ModelConfig
-from gss.model import LAYERS
+from gss.model import build_layer
 from gss.nn.dense import norm
 from gss.nn.state import Slot
 from gss.nn.state_space import DiagonalStateSpace
@@ -31,7 +31,7 @@ class Accounts:
 
     parts: tuple[Part, ...]
     flops: dict[str, int]
-    """Arithmetic of a forward pass, a token, by what it is spent on."""
+    """FLOPs per token of a forward pass, by what they are spent on."""
     state_bytes: int
     """Memory that one sequence's state takes."""
     length: int
@@ -44,7 +44,7 @@ class Accounts:
 
 
 def account(config: ModelConfig, length: int = 4096) -> Accounts:
-    """Parameters by part, FLOPs a token and state bytes a sequence, for sequences of `length` tokens."""
+    """Parameters by part, FLOPs per token and state bytes per sequence, for sequences of `length` tokens."""
     if length < 1:
         raise ValueError(f"the length must be at least 1, not {length}")
     parts = [Part("embedding (tied)", 1, config.vocab_size * config.width)]
@@ -52,7 +52,7 @@ def account(config: ModelConfig, length: int = 4096) -> Accounts:
     state_scalars, counts = 0, 8  # the position
     with torch.device("meta"):
         for kind in dict.fromkeys(config.layers):
-            layer, count = LAYERS[kind](config), config.layers.count(kind)
+            layer, count = build_layer(kind, config), config.layers.count(kind)
             spaces = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
             in_spaces = count * sum(p.numel() for space in spaces for p in space.parameters())
             parts.append(Part(f"{kind} layers", count, count * _parameters(layer), in_spaces))
@@ -67,10 +67,10 @@ def account(config: ModelConfig, length: int = 4096) -> Accounts:
 
 
 def flops_per_token(config: ModelConfig, length: int) -> int:
-    """Arithmetic of a forward pass, a token of a sequence of `length`; a training step costs three times as much.
+    """FLOPs per token of a forward pass over sequences of `length`; a training step costs three times as much.
 
     Dense products and mixing: attention over the keys that a token sees on average, convolutions by FFT. Making
-    their kernels is left out: it is paid once for a batch, not a token.
+    their kernels is left out: it is paid once per batch, not per token.
     """
     return sum(account(config, length).flops.values())
 

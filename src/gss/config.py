@@ -7,15 +7,12 @@ plain data. This module imports no torch, so that a command line can check its a
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-LayerKind = Literal["gss", "dss", "attention", "slide", "xl", "recurrent", "feedback"]
-Activation = Literal["gelu", "relu2", "swish", "relu"]
-# Kinds of layers that drop activations in training; the paper's own are trained without.
-_WITH_DROPOUT = {"slide", "xl", "recurrent", "feedback"}
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS
 
 Config = TypeVar("Config")
 
@@ -25,13 +22,13 @@ class StateSpaceConfig:
     """A diagonal state space: its size, its discretisation and how its parameters start."""
 
     modes: int = 512
-    """N, complex modes a channel."""
-    discretization: Literal["zoh", "bilinear"] = "zoh"
+    """N, complex modes per channel."""
+    discretization: str = "zoh"
     """Zero-order hold (the paper) or the bilinear transform (tried there, little difference)."""
     imaginary: Literal["exp", "plain"] = "exp"
     """Whether the stored imaginary part is exponentiated (the paper's code) or used as it is (DSS, S4D)."""
     step_range: tuple[float, float] | None = None
-    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: a learned Δ a channel, which
+    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: a learned Δ per channel, which
     starts log-uniform in it (DSS: 0.001 to 0.1)."""
     decay_init: Literal["log_uniform", "log_normal", "mixed"] = "log_uniform"
     """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
@@ -41,13 +38,13 @@ class StateSpaceConfig:
     """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
     Skew-HiPPO's (DSS)."""
     frequency_range: tuple[float, float] = (1e-2, 0.3)
-    """Range of Im λ at the start, in radians a token."""
+    """Range of Im λ at the start, in radians per token."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
     """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
     with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_choices(self, discretization=DISCRETIZATIONS)
         _check_positive(self, "modes")
         for name in ("decay_range", "frequency_range", "step_range"):
             bounds = getattr(self, name)
@@ -75,14 +72,24 @@ class AttentionConfig:
     chunk: int | None = None
     """None: causal over the whole sequence. A number: the sequence is cut into independent chunks of that many
     tokens, counted from its start (the hybrid's 512)."""
+    sliding: int | None = None
+    """A number W: a token of an attention layer sees itself and the W − 1 before it. Not together with `chunk`."""
     window: int = 512
     """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state moves on."""
+    rotary_base: float = 500_000.0
+    """Of the rotations in a model with rotary positions: the slowest pair turns by about 1/base radians per token."""
+    qk_norm: bool = False
+    """Whether an attention layer normalises queries and keys, each head with one learned scale and the model's norm."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "heads", "window")
-        for name in ("head_width", "chunk"):
+        for name in ("head_width", "chunk", "sliding"):
             if getattr(self, name) is not None:
                 _check_positive(self, name)
+        if self.chunk is not None and self.sliding is not None:
+            raise ValueError("attention is on chunks or on a sliding window: set attention.chunk or attention.sliding")
+        if not self.rotary_base > 1:
+            raise ValueError(f"rotary_base must be over 1, not {self.rotary_base!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +99,7 @@ class RecurrentConfig:
     vectors: int = 512
     """S, vectors of the state, each of the model's width."""
     gate: Literal["fixed", "lstm"] = "fixed"
-    """How an update is let in: by a learned share a channel, or by gates that look at what was seen."""
+    """How an update is let in: by a learned share per channel, or by gates that look at what was seen."""
     layout: Literal["skip", "single"] = "skip"
     """What makes an update: one dense layer, or a feed-forward that ends in a tanh."""
     blocks: int = 12
@@ -115,7 +122,7 @@ class ModelConfig:
     """E, width of the residual stream."""
     depth: int = 16
     """Number of layers."""
-    pattern: tuple[LayerKind, ...] = ("gss",)
+    pattern: tuple[str, ...] = ("gss",)
     """Kinds of the first layers; repeated until `depth` layers are named. The hybrid is
     ("gss", "attention", "gss", "gss"): attention at layers 2, 6, 10, …"""
     gate_width: int = 4096
@@ -127,9 +134,11 @@ class ModelConfig:
     literal reading of its text."""
     feedforward_width: int = 4096
     """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
-    activation: Activation = "gelu"
+    feedforward: Literal["plain", "gated"] = "plain"
+    """φ(xW₁)·W₃, or gated: (φ(xW₁) ∗ xW₂)·W₃, which with swish is SwiGLU."""
+    activation: str = "gelu"
     """φ of the GSS layer, and the feed-forwards' activation."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: str = "layernorm"
     """Kind of every norm: with scale and bias, or with scale alone."""
     norm_epsilon: float = 1e-6
     """Added to the variance in every norm."""
@@ -138,8 +147,13 @@ class ModelConfig:
     dropout: float = 0.0
     """Share of activations dropped in training, at attention's input and the feed-forward's output. For slide, xl,
     recurrent and feedback layers; the others are trained without."""
-    positions: Literal["none", "sinusoidal"] = "none"
-    """Position signal added to the embedding: none (state spaces know order) or sinusoidal (pure Transformer)."""
+    positions: Literal["none", "sinusoidal", "rotary"] = "none"
+    """How attention learns of order: not at all (state spaces know it), sinusoids added to the embedding (the paper's
+    Transformer), or queries and keys that attention layers turn by their positions (Llama)."""
+    embedding_std: float = 1.0
+    """Standard deviation of the embedding at the start."""
+    head_scale: float | None = None
+    """The logits are hidden · embeddingᵀ times this. None: 1/√width, of order one with an embedding of order one."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS and DSS layers."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -148,7 +162,7 @@ class ModelConfig:
     """The recurrent state of recurrent and feedback layers."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_choices(self, pattern=LAYERS, activation=ACTIVATIONS, norm=NORMS)
         _check_positive(
             self, "vocab_size", "width", "depth", "gate_width", "channels", "dss_mixers", "feedforward_width"
         )
@@ -163,7 +177,7 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and under 1, not {self.dropout!r}")
-        without = [kind for kind in dict.fromkeys(self.layers) if kind not in _WITH_DROPOUT]
+        without = [kind for kind in dict.fromkeys(self.layers) if not LAYERS[kind].dropout]
         if self.dropout and without:
             raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:
@@ -173,9 +187,15 @@ class ModelConfig:
             )
         if self.positions == "sinusoidal" and self.width % 2:
             raise ValueError(f"sinusoidal positions need an even width, not {self.width}")
+        head_width = self.attention.head_width or self.width // self.attention.heads
+        if self.positions == "rotary" and head_width % 2:
+            raise ValueError(f"rotary positions need heads of an even width, not {head_width}")
+        for name, value in {"embedding_std": self.embedding_std, "head_scale": self.head_scale}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be over 0, not {value!r}")
 
     @property
-    def layers(self) -> tuple[LayerKind, ...]:
+    def layers(self) -> tuple[str, ...]:
         """The kind of every layer, first to last."""
         repeats = -(-self.depth // len(self.pattern))
         return (self.pattern * repeats)[: self.depth]
@@ -273,15 +293,15 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _check_choices(config: Any) -> None:
-    for name, kind in typing.get_type_hints(type(config)).items():
-        many = typing.get_origin(kind) is tuple
-        element = typing.get_args(kind)[0] if many else kind
-        if typing.get_origin(element) is Literal:
-            for value in getattr(config, name) if many else (getattr(config, name),):
-                if value not in typing.get_args(element):
-                    choices = ", ".join(typing.get_args(element))
-                    raise ValueError(f"{name} cannot be {value!r}; choose from: {choices}")
+def _check_choices(config: Any, **registered: Collection[str]) -> None:
+    """Refuse a value that is not among a Literal field's, or among the registered ones of the fields named here."""
+    hints = typing.get_type_hints(type(config))
+    literals = {name: typing.get_args(kind) for name, kind in hints.items() if typing.get_origin(kind) is Literal}
+    for name, choices in (literals | registered).items():
+        given = getattr(config, name)
+        for value in given if typing.get_origin(hints[name]) is tuple else (given,):
+            if value not in tuple(choices):
+                raise ValueError(f"{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 
 
 def _check_positive(config: Any, *names: str) -> None:

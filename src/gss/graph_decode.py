@@ -17,7 +17,7 @@ from gss.nn.state import LayerState, ModelState
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops.gpu.decode_step import launch_fold, launch_step
 from gss.ops.gpu.decode_tensors import AttentionWeights, Buffers, Pair, Tiles, Weights
-from gss.ops.kernel import kernel
+from gss.ops.positions import sinusoid_frequencies
 from gss.ops.recurrence import carried_output, final_state, transition
 
 UNROLL = 8
@@ -39,6 +39,7 @@ def supports(model: LanguageModel, block: int) -> bool:
         all(_fits(layer) for layer in model.layers)
         and any(isinstance(layer, GSSLayer) for layer in model.layers)
         and not (model.training and model.config.dropout)
+        and model.config.head_scale is None
         and all(type(p.data) is Tensor and p.dtype in (torch.float32, torch.bfloat16) for p in parameters)
         and model.config.width <= _WIDEST
         and model.config.channels <= _MOST_CHANNELS
@@ -48,7 +49,8 @@ def supports(model: LanguageModel, block: int) -> bool:
 
 def _fits(layer: nn.Module) -> bool:
     if isinstance(layer, TransformerBlock):
-        return layer.chunk is not None and layer.heads * layer.head_width <= _WIDEST
+        plain = layer.rotary_base is None and layer.query_norm is None and layer.feedforward.gated is None
+        return plain and layer.chunk is not None and layer.heads * layer.head_width <= _WIDEST
     return isinstance(layer, GSSLayer) and layer.state_space.log_step is None
 
 
@@ -262,8 +264,7 @@ def prepare(model: LanguageModel, block: int) -> Weights:
     layers, config = _layers(model), model.config
     wavenumber = None
     if config.positions == "sinusoidal":
-        half = torch.arange(config.width // 2, dtype=torch.float64, device=model.embedding.weight.device)
-        wavenumber = torch.exp(-half * (math.log(1e4) / max(config.width // 2 - 1, 1))) / (2 * math.pi)
+        wavenumber = sinusoid_frequencies(config.width, model.embedding.weight.device) / (2 * math.pi)
     with torch.autocast(model.embedding.weight.device.type, enabled=False):
         tables = [_tables(layer.state_space, block) for layer in layers]
     taps, into, readout, out_of = (torch.stack(table) for table in zip(*tables, strict=True))
@@ -306,13 +307,11 @@ def _attention(block: TransformerBlock) -> AttentionWeights:
 def _tables(space: DiagonalStateSpace, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Taps [W, H], a^(W−j) [2, W + 1, N], readout [2, H, N] and a^(k+1) [2, N, W] (conjugate), float32."""
     readout, log_a = space.discretized()
-    taps = kernel(readout, log_a, block)
-    taps[:, 0] += space.skip
     power = torch.exp(log_a[0] * torch.arange(block + 1, device=log_a.device).unsqueeze(-1))  # [W + 1, N]
     planes = torch.stack([power.real, power.imag]).float()
     conjugate = torch.stack([power.real, -power.imag]).float()
     return (
-        taps.T.float().contiguous(),
+        space.taps(block).T.float().contiguous(),
         planes.flip(1),
         torch.view_as_real(readout).movedim(-1, 0).float(),
         conjugate[:, 1:].transpose(1, 2).contiguous(),

@@ -64,12 +64,14 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
 def _loss_and_gradients(
     logits: Tensor, targets: Tensor, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The summed loss of a chunk, and its gradients by the inputs of the head."""
+    """The summed loss of a chunk, and its gradients with respect to the inputs of the head."""
     if fast.usable(logits.device) and logits.dtype != torch.float64:
         from gss.ops.gpu.cross_entropy import cross_entropy_
 
-        gradient = logits.detach()  # the same memory: the head's backward pass does not need its own output
+        gradient = logits.detach()  # the same memory: a product's backward pass does not need its own output
         losses = cross_entropy_(gradient, targets, _UNCOUNTED)
+        # Autograd is told, so that a head which does need it (one that ends in a tanh) is refused, not trained wrongly.
+        torch.autograd.graph.increment_version(gradient)
         return losses.sum(), torch.autograd.grad(logits, inputs, gradient)
     loss = _summed(logits, targets)
     return loss.detach(), torch.autograd.grad(loss, inputs)

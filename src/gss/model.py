@@ -3,30 +3,17 @@
 One class for every family. It knows tokens, positions and states; what a layer does with them is the layer's.
 """
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gss.config import LayerKind, ModelConfig
-from gss.nn.attention import TransformerBlock
-from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer
+from gss.choices import LAYERS, load
+from gss.config import ModelConfig
 from gss.nn.dense import norm
 from gss.nn.documents import Documents
-from gss.nn.dss import DSSBlock
-from gss.nn.gss import GSSLayer
 from gss.nn.state import ModelState, SequenceLayer
-from gss.nn.window_attention import SlideLayer, XLLayer
-
-LAYERS: dict[LayerKind, type[SequenceLayer]] = {
-    "gss": GSSLayer,
-    "dss": DSSBlock,
-    "attention": TransformerBlock,
-    "slide": SlideLayer,
-    "xl": XLLayer,
-    "recurrent": RecurrentLayer,
-    "feedback": FeedbackLayer,
-}
+from gss.ops.positions import sinusoids
 
 
 class LanguageModel(nn.Module):
@@ -41,7 +28,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)  # N(0, 1), tied to the head
-        self.layers = nn.ModuleList(LAYERS[kind](config) for kind in config.layers)
+        with torch.no_grad():
+            self.embedding.weight.mul_(config.embedding_std)
+        self.layers = nn.ModuleList(build_layer(kind, config) for kind in config.layers)
         self.norm = norm(config.width, config)
 
     def forward(
@@ -52,7 +41,7 @@ class LanguageModel(nn.Module):
         `state` is what an earlier call returned (None: the start of a sequence). With `keep_state` off no state is
         computed and None is returned in its place: what training on independent sequences wants.
         """
-        self.check_tokens(tokens)
+        self.check_tokens(tokens, wait=False)
         hidden, state = self.hidden(tokens, state, keep_state)
         return self.logits(hidden), state
 
@@ -72,7 +61,7 @@ class LanguageModel(nn.Module):
             self.check_state(state, tokens.shape[0])
         first = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
         position = first.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
-        documents = None
+        documents: Any = None  # in place of every layer's state
         if starts is not None:
             if state is not None or keep_state:
                 raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
@@ -81,7 +70,7 @@ class LanguageModel(nn.Module):
         x = self.embed(tokens, position)
         after = []
         for i, layer in enumerate(self.layers):
-            x, layer_state = layer(x, None if state is None else state.layers[i], keep_state, documents)
+            x, layer_state = layer(x, documents if state is None else state.layers[i], keep_state)
             after.append(layer_state)
         return self.norm(x), ModelState(first + tokens.shape[1], tuple(after)) if keep_state else None
 
@@ -93,8 +82,9 @@ class LanguageModel(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: [..., E] → [..., V]. The scale keeps logits of order one with an embedding of order one."""
-        return nn.functional.linear(hidden * self.config.width**-0.5, self.embedding.weight)
+        """The head: [..., E] → [..., V]."""
+        scale = self.config.width**-0.5 if self.config.head_scale is None else self.config.head_scale
+        return nn.functional.linear(hidden * scale, self.embedding.weight)
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` sequences."""
@@ -124,14 +114,20 @@ class LanguageModel(nn.Module):
         """The layers, typed as what they are."""
         return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
 
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Refuse what is not [batch, length] ids of the vocabulary."""
+    def check_tokens(self, tokens: Tensor, wait: bool = True) -> None:
+        """Refuse what is not [batch, length] ids of the vocabulary.
+
+        The ids of tokens on a GPU are read only where the caller can `wait` for it: where text enters. Elsewhere the
+        embedding refuses them there, by an assertion on the device.
+        """
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have the shape [batch, length], not {list(tokens.shape)}")
         if tokens.numel() == 0:
             raise ValueError(f"tokens are empty (shape {list(tokens.shape)}): give at least one sequence and one token")
+        if not wait and tokens.device.type != "cpu":
+            return
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < 0 or most >= self.config.vocab_size:
             wrong = least if least < 0 else most
@@ -141,11 +137,10 @@ class LanguageModel(nn.Module):
             )
 
 
-def sinusoids(position: Tensor, width: int) -> Tensor:
-    """Signals [B, L, E] for positions [B, L]: sines, then cosines, of wavelengths from 2π to 2π·10⁴ tokens."""
-    half = torch.arange(width // 2, dtype=torch.float64, device=position.device)
-    angle = position.unsqueeze(-1) * torch.exp(-half * (math.log(1e4) / max(width // 2 - 1, 1)))
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+def build_layer(kind: str, config: ModelConfig) -> SequenceLayer:
+    """A layer of a kind that `gss.choices.LAYERS` lists."""
+    layer: SequenceLayer = load(LAYERS[kind].path)(config)
+    return layer
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:

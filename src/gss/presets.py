@@ -5,16 +5,6 @@ from typing import Any
 
 from gss.config import ModelConfig, StateSpaceConfig, override
 
-_HYBRID = ("gss", "attention", "gss", "gss")
-# The DSS authors' own: a learned step a channel, Skew-HiPPO frequencies, every mode decaying at 0.5.
-_DSS = StateSpaceConfig(
-    imaginary="plain",
-    step_range=(1e-3, 1e-1),
-    decay_range=(0.5, 0.5),
-    frequency_init="skew_hippo",
-    readout_init="unit",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -28,22 +18,41 @@ class Preset:
 
 
 _GSS = ModelConfig()
-_GSS_HYBRID = override(_GSS, {"pattern": _HYBRID, "attention.chunk": 512})
+_GSS_HYBRID = override(_GSS, {"pattern": ("gss", "attention", "gss", "gss"), "attention.chunk": 512})
 _TRANSFORMER = ModelConfig(pattern=("attention",), depth=12, positions="sinusoidal")
-_DSS_MODEL = ModelConfig(pattern=("dss",), depth=12, state_space=_DSS)
-
-# Hutchins et al.'s backbone; positions come from the relative bias of each layer.
-_SLIDE = ModelConfig(
-    pattern=("slide",),
+# The DSS authors' own: a learned step per channel, Skew-HiPPO frequencies, every mode decaying at 0.5.
+_DSS = ModelConfig(
+    pattern=("dss",),
     depth=12,
-    activation="relu",
-    norm="rmsnorm",
-    bias=False,
-    dropout=0.05,
+    state_space=StateSpaceConfig(
+        imaginary="plain",
+        step_range=(1e-3, 1e-1),
+        decay_range=(0.5, 0.5),
+        frequency_init="skew_hippo",
+        readout_init="unit",
+    ),
 )
+# What people train today: rotary positions, SwiGLU, RMSNorm, no biases, a small embedding.
+_LLAMA = override(
+    _TRANSFORMER,
+    {
+        "depth": 13,
+        "positions": "rotary",
+        "attention.heads": 16,
+        "feedforward": "gated",
+        "feedforward_width": 2816,
+        "activation": "swish",
+        "norm": "rmsnorm",
+        "bias": False,
+        "embedding_std": 0.02,
+        "head_scale": 1.0,
+    },
+)
+# Hutchins et al.'s backbone; positions come from the relative bias of each layer.
+_SLIDE = ModelConfig(pattern=("slide",), depth=12, activation="relu", norm="rmsnorm", bias=False, dropout=0.05)
 _XL = override(_SLIDE, {"pattern": ("xl",), "attention.window": 2048})
 _FEEDBACK = override(_SLIDE, {"pattern": ("feedback",), "depth": 1})
-_LSTM_SINGLE = {"recurrent.gate": "lstm", "recurrent.layout": "single"}
+_FEEDBACK_LSTM = override(_FEEDBACK, {"recurrent.gate": "lstm", "recurrent.layout": "single"})
 
 
 def _recurrent(depth: int) -> dict[str, Any]:
@@ -53,7 +62,7 @@ def _recurrent(depth: int) -> dict[str, Any]:
 
 # Sizes that the smaller presets share. "small" is about 46M parameters with a 32k vocabulary; "tiny" trains on a CPU.
 # The larger ones of each size, as in the paper, have twice the layers and everything else the same.
-_SMALL = {"width": 512, "depth": 12, "gate_width": 2048, "channels": 128, "feedforward_width": 2048}
+_SMALL = {"width": 512, "depth": 9, "gate_width": 2048, "channels": 128, "feedforward_width": 2048}
 _TINY = {
     "vocab_size": 257,
     "width": 128,
@@ -63,119 +72,77 @@ _TINY = {
     "feedforward_width": 512,
     "attention.heads": 4,
 }
+_GSS_SMALL = {**_SMALL, "depth": 12, "state_space.modes": 256}
 _GSS_TINY = {**_TINY, "state_space.modes": 64}
-_WINDOW_SMALL = {**_SMALL, "depth": 9}
 _FEEDBACK_SMALL = {**_SMALL, "depth": 1, "recurrent.blocks": 9, "recurrent.block": 7}
 # No dropout: what trains on a CPU for a minute sees too little to overfit.
 _WINDOW_TINY = {**_TINY, "dropout": 0.0, "attention.window": 64, "recurrent.vectors": 64}
 _FEEDBACK_TINY = {**_WINDOW_TINY, "depth": 1, "recurrent.blocks": 4, "recurrent.block": 2}
 
+
+def _preset(config: ModelConfig, changes: dict[str, Any], about: str, paper_parameters: int | None = None) -> Preset:
+    return Preset(config=override(config, changes), about=about, paper_parameters=paper_parameters)
+
+
+_REC = "Block-Recurrent Transformer"
+_FED = f"{_REC} with feedback"
+
 PRESETS: dict[str, Preset] = {
-    "gss-lm1b": Preset(
-        config=override(_GSS, {"vocab_size": 30_000}), about="GSS for LM1B (table 1)", paper_parameters=190
+    "gss-lm1b": _preset(_GSS, {"vocab_size": 30_000}, "GSS for LM1B (table 1)", 190),
+    "gss": _preset(_GSS, {}, "GSS, 16 layers (tables 1 and 2)", 192),
+    "gss-l": _preset(_GSS, {"depth": 32}, "GSS-L, 32 layers (table 2)", 352),
+    "gss-hybrid": _preset(_GSS_HYBRID, {}, "GSS with attention on chunks of 512 at layers 2, 6, 10, 14"),
+    "gss-hybrid-l": _preset(
+        _GSS_HYBRID, {"depth": 32}, "GSS-Hybrid-L: attention on chunks of 512 at layers 2, 6, …, 30 (table 2)", 373
     ),
-    "gss": Preset(config=_GSS, about="GSS, 16 layers (tables 1 and 2)", paper_parameters=192),
-    "gss-l": Preset(config=override(_GSS, {"depth": 32}), about="GSS-L, 32 layers (table 2)", paper_parameters=352),
-    "gss-hybrid": Preset(config=_GSS_HYBRID, about="GSS with attention on chunks of 512 at layers 2, 6, 10, 14"),
-    "gss-hybrid-l": Preset(
-        config=override(_GSS_HYBRID, {"depth": 32}),
-        about="GSS-Hybrid-L: attention on chunks of 512 at layers 2, 6, …, 30 (table 2)",
-        paper_parameters=373,
+    "dss-lm1b": _preset(_DSS, {"vocab_size": 30_000, "state_space.modes": 128}, "DSS for LM1B (table 1)", 188),
+    "dss": _preset(_DSS, {}, "DSS, 12 blocks (table 1)", 209),
+    "transformer-lm1b": _preset(_TRANSFORMER, {"vocab_size": 30_000}, "Transformer for LM1B (table 1)", 182),
+    "transformer": _preset(_TRANSFORMER, {}, "Transformer, 12 blocks, 32k vocabulary"),
+    "llama": _preset(_LLAMA, {}, "Transformer of Llama's kind, 13 blocks, 200M parameters"),
+    "rec-fixed-skip": _preset(_SLIDE, _recurrent(12), f"{_REC}, the recurrent layer 10th of 12 (table 2)", 196),
+    "feedback-lstm-single": _preset(_FEEDBACK_LSTM, {}, f"{_REC}, all 12 blocks read the state, LSTM gate (table 2)"),
+    "feedback-fixed-skip": _preset(_FEEDBACK, {}, f"{_REC}, all 12 blocks read the state (table 2)"),
+    "slide": _preset(_SLIDE, {}, "Transformer on a sliding window of 512"),
+    "xl": _preset(_XL, {}, "Transformer with Transformer-XL's cache, windows of 2,048"),
+    "gss-small": _preset(_GSS, _GSS_SMALL, "GSS, 46M parameters"),
+    "gss-hybrid-small": _preset(_GSS_HYBRID, _GSS_SMALL, "GSS with attention at layers 2, 6, 10, 48M parameters"),
+    "gss-l-small": _preset(_GSS, {**_GSS_SMALL, "depth": 24}, "GSS-L: twice the layers of gss-small, 76M parameters"),
+    "gss-hybrid-l-small": _preset(
+        _GSS_HYBRID, {**_GSS_SMALL, "depth": 24}, "GSS-Hybrid-L: attention at layers 2, 6, …, 22 of 24, 80M parameters"
     ),
-    "dss-lm1b": Preset(
-        config=override(_DSS_MODEL, {"vocab_size": 30_000, "state_space.modes": 128}),
-        about="DSS for LM1B (table 1)",
-        paper_parameters=188,
+    "dss-small": _preset(_DSS, {**_SMALL, "state_space.modes": 64}, "DSS, 46M parameters"),
+    "transformer-small": _preset(_TRANSFORMER, _SMALL, "Transformer, 45M parameters"),
+    "llama-small": _preset(
+        _LLAMA,
+        {**_SMALL, "feedforward_width": 1408, "attention.heads": 8},
+        "Transformer of Llama's kind, 45M parameters",
     ),
-    "dss": Preset(config=_DSS_MODEL, about="DSS, 12 blocks (table 1)", paper_parameters=209),
-    "transformer-lm1b": Preset(
-        config=override(_TRANSFORMER, {"vocab_size": 30_000}),
-        about="Transformer for LM1B (table 1)",
-        paper_parameters=182,
+    "rec-fixed-skip-small": _preset(
+        _SLIDE, {**_SMALL, **_recurrent(9)}, f"{_REC}, the recurrent layer 7th of 9, 47M parameters"
     ),
-    "transformer": Preset(config=_TRANSFORMER, about="Transformer, 12 blocks, 32k vocabulary"),
-    "rec-fixed-skip": Preset(
-        config=override(_SLIDE, _recurrent(12)),
-        about="Block-Recurrent Transformer, the recurrent layer 10th of 12 (table 2)",
-        paper_parameters=196,
+    "feedback-lstm-single-small": _preset(_FEEDBACK_LSTM, _FEEDBACK_SMALL, f"{_FED} and LSTM gate, 56M parameters"),
+    "feedback-fixed-skip-small": _preset(_FEEDBACK, _FEEDBACK_SMALL, f"{_FED}, 51M parameters"),
+    "slide-small": _preset(_SLIDE, _SMALL, "Transformer on a sliding window of 512, 45M parameters"),
+    "xl-small": _preset(_XL, _SMALL, "Transformer with Transformer-XL's cache, 45M parameters"),
+    "gss-tiny": _preset(_GSS, _GSS_TINY, "GSS on bytes, for a CPU"),
+    "gss-hybrid-tiny": _preset(_GSS_HYBRID, _GSS_TINY, "GSS with attention at layer 2, for a CPU"),
+    "gss-l-tiny": _preset(_GSS, {**_GSS_TINY, "depth": 8}, "GSS-L: twice the layers of gss-tiny, for a CPU"),
+    "gss-hybrid-l-tiny": _preset(
+        _GSS_HYBRID, {**_GSS_TINY, "depth": 8}, "GSS-Hybrid-L: attention at layers 2 and 6 of 8, for a CPU"
     ),
-    "feedback-lstm-single": Preset(
-        config=override(_FEEDBACK, _LSTM_SINGLE),
-        about="Block-Recurrent Transformer, all 12 blocks read the state, LSTM gate (table 2)",
+    "dss-tiny": _preset(_DSS, {**_TINY, "state_space.modes": 16}, "DSS on bytes, for a CPU"),
+    "transformer-tiny": _preset(_TRANSFORMER, _TINY, "Transformer on bytes, for a CPU"),
+    "llama-tiny": _preset(
+        _LLAMA, {**_TINY, "feedforward_width": 352}, "Transformer of Llama's kind on bytes, for a CPU"
     ),
-    "feedback-fixed-skip": Preset(
-        config=_FEEDBACK, about="Block-Recurrent Transformer, all 12 blocks read the state (table 2)"
+    "rec-fixed-skip-tiny": _preset(
+        _SLIDE, {**_WINDOW_TINY, **_recurrent(4)}, f"{_REC} on bytes, windows of 64, for a CPU"
     ),
-    "slide": Preset(config=_SLIDE, about="Transformer on a sliding window of 512"),
-    "xl": Preset(config=_XL, about="Transformer with Transformer-XL's cache, windows of 2,048"),
-    "gss-small": Preset(config=override(_GSS, {**_SMALL, "state_space.modes": 256}), about="GSS, 46M parameters"),
-    "gss-hybrid-small": Preset(
-        config=override(_GSS_HYBRID, {**_SMALL, "state_space.modes": 256}),
-        about="GSS with attention at layers 2, 6, 10, 48M parameters",
-    ),
-    "gss-l-small": Preset(
-        config=override(_GSS, {**_SMALL, "depth": 24, "state_space.modes": 256}),
-        about="GSS-L: twice the layers of gss-small, 76M parameters",
-    ),
-    "gss-hybrid-l-small": Preset(
-        config=override(_GSS_HYBRID, {**_SMALL, "depth": 24, "state_space.modes": 256}),
-        about="GSS-Hybrid-L: attention at layers 2, 6, …, 22 of 24, 80M parameters",
-    ),
-    "dss-small": Preset(
-        config=override(_DSS_MODEL, {**_SMALL, "depth": 9, "state_space.modes": 64}),
-        about="DSS, 46M parameters",
-    ),
-    "transformer-small": Preset(
-        config=override(_TRANSFORMER, {**_SMALL, "depth": 9}), about="Transformer, 45M parameters"
-    ),
-    "rec-fixed-skip-small": Preset(
-        config=override(_SLIDE, {**_WINDOW_SMALL, **_recurrent(9)}),
-        about="Block-Recurrent Transformer, the recurrent layer 7th of 9, 47M parameters",
-    ),
-    "feedback-lstm-single-small": Preset(
-        config=override(_FEEDBACK, {**_FEEDBACK_SMALL, **_LSTM_SINGLE}),
-        about="Block-Recurrent Transformer with feedback and LSTM gate, 56M parameters",
-    ),
-    "feedback-fixed-skip-small": Preset(
-        config=override(_FEEDBACK, _FEEDBACK_SMALL),
-        about="Block-Recurrent Transformer with feedback, 51M parameters",
-    ),
-    "slide-small": Preset(
-        config=override(_SLIDE, _WINDOW_SMALL), about="Transformer on a sliding window of 512, 45M parameters"
-    ),
-    "xl-small": Preset(
-        config=override(_XL, _WINDOW_SMALL), about="Transformer with Transformer-XL's cache, 45M parameters"
-    ),
-    "gss-tiny": Preset(config=override(_GSS, _GSS_TINY), about="GSS on bytes, for a CPU"),
-    "gss-hybrid-tiny": Preset(
-        config=override(_GSS_HYBRID, _GSS_TINY),
-        about="GSS with attention at layer 2, for a CPU",
-    ),
-    "gss-l-tiny": Preset(
-        config=override(_GSS, {**_GSS_TINY, "depth": 8}),
-        about="GSS-L: twice the layers of gss-tiny, for a CPU",
-    ),
-    "gss-hybrid-l-tiny": Preset(
-        config=override(_GSS_HYBRID, {**_GSS_TINY, "depth": 8}),
-        about="GSS-Hybrid-L: attention at layers 2 and 6 of 8, for a CPU",
-    ),
-    "dss-tiny": Preset(
-        config=override(_DSS_MODEL, {**_TINY, "state_space.modes": 16}), about="DSS on bytes, for a CPU"
-    ),
-    "transformer-tiny": Preset(config=override(_TRANSFORMER, _TINY), about="Transformer on bytes, for a CPU"),
-    "rec-fixed-skip-tiny": Preset(
-        config=override(_SLIDE, {**_WINDOW_TINY, **_recurrent(4)}),
-        about="Block-Recurrent Transformer on bytes, windows of 64, for a CPU",
-    ),
-    "feedback-lstm-single-tiny": Preset(
-        config=override(_FEEDBACK, {**_FEEDBACK_TINY, **_LSTM_SINGLE}),
-        about="Block-Recurrent Transformer with feedback and LSTM gate, for a CPU",
-    ),
-    "feedback-fixed-skip-tiny": Preset(
-        config=override(_FEEDBACK, _FEEDBACK_TINY), about="Block-Recurrent Transformer with feedback, for a CPU"
-    ),
-    "slide-tiny": Preset(config=override(_SLIDE, _WINDOW_TINY), about="Transformer on a sliding window, for a CPU"),
-    "xl-tiny": Preset(config=override(_XL, _WINDOW_TINY), about="Transformer with Transformer-XL's cache, for a CPU"),
+    "feedback-lstm-single-tiny": _preset(_FEEDBACK_LSTM, _FEEDBACK_TINY, f"{_FED} and LSTM gate, for a CPU"),
+    "feedback-fixed-skip-tiny": _preset(_FEEDBACK, _FEEDBACK_TINY, f"{_FED}, for a CPU"),
+    "slide-tiny": _preset(_SLIDE, _WINDOW_TINY, "Transformer on a sliding window, for a CPU"),
+    "xl-tiny": _preset(_XL, _WINDOW_TINY, "Transformer with Transformer-XL's cache, for a CPU"),
 }
 
 

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 import gss
+from gss.choices import ACTIVATIONS
 from gss.nn.dense import norm as norm_layer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, reference
-from gss.ops.gate import ACTIVATIONS
+from gss.ops.gate import add_gated
+from gss.ops.kernel import discretize, eigenvalues, kernel
 from gss.ops.vandermonde import evaluate, project
 from tests.comparing import relative_error
 
 pytest.importorskip("triton")
-from gss.ops import rows
-from gss.ops.gpu import cross_entropy, fft, gate, long, own_powers, powers, scan, stream, taps, transpose
+from gss.ops.gpu import channel_powers, cross_entropy, fft, gate, long, stream, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -118,6 +119,36 @@ def test_gate(activation: str, biased: bool) -> None:
     compare(found, expected, HALF)
 
 
+def test_an_activation_that_the_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels refuse it; the layer leaves it to PyTorch."""
+    g, y, w3, w4 = draw(80, 24), draw(80, 16), draw(24, 16), draw(8, 24)
+    with pytest.raises(Exception, match="an activation that the kernels do not have"):
+        gate.gated_output(g, None, y, w3, None, w4, "cosine")
+    monkeypatch.setitem(ACTIVATIONS, "cosine", torch.cos)
+    monkeypatch.setattr(fast, "half", lambda tensor: tensor.dtype)
+    layer = gss.build_model(gss.preset("gss-tiny", activation="cosine", depth=1)).to(DEVICE).layers[0]
+    x = draw(2, 40, 128)
+    out = add_gated(x, x, x[..., :32], layer.gate, layer.context, layer.output, "cosine")
+    expected = layer.output(layer.context(x[..., :32]) * torch.cos(layer.gate(x))) + x
+    assert torch.equal(out, expected)
+
+
+def test_a_mode_that_stands_still() -> None:
+    """λ = 0: the kernels take the limits, of the taps and of their gradients."""
+    log_decay, frequency = torch.tensor([-torch.inf, -1.0]), torch.tensor([0.0, 0.5])
+    readout, skip = torch.randn(3, 2, 2), torch.randn(3)
+
+    def plainly(*parameters: Tensor) -> Tensor:
+        log_decay, frequency, readout, skip = parameters
+        log_a, drive = discretize(eigenvalues(log_decay, frequency, "plain"), None, "zoh")
+        return kernel(torch.view_as_complex(readout) * drive, log_a, 512, skip)
+
+    grad = torch.randn(3, 512) * torch.exp(-torch.arange(512) / 100)
+    inputs = [log_decay, frequency, readout, skip]
+    found = gradients(lambda *ps: taps.taps(*ps, False, 512), [t.to(DEVICE) for t in inputs], grad.to(DEVICE))
+    compare(found, gradients(plainly, [t.double() for t in inputs], grad.double()), HALF)
+
+
 def test_gate_takes_what_is_not_contiguous() -> None:
     """In decoding, y comes transposed out of an einsum."""
     g, y, w3, w4 = draw(80, 24), draw(16, 80).T, draw(24, 16), draw(8, 24)
@@ -139,40 +170,25 @@ def test_cross_entropy(vocabulary: int) -> None:
     assert torch.allclose(logits.double(), exact.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize(("count", "modes", "length"), [(40, 33, 100), (70, 64, 301), (33, 20, 1)])
-def test_sums_of_powers(count: int, modes: int, length: int) -> None:
-    log_a = torch.complex(-torch.rand(1, modes).double() * 0.01, torch.rand(1, modes).double() * 6).to(DEVICE)
-    weights, values = draw(1, count, modes, kind=torch.complex64), draw(1, count, length)
-    with fast.disabled():
-        taps_expected = evaluate(weights.to(torch.complex128), log_a, length)
-        modes_expected = project(values.double(), log_a)
-    table = powers.table(log_a, length)
-    compare([powers.evaluate(weights, log_a, length)], [taps_expected], 1e-6)
-    compare([powers.evaluate_half(weights, table, length)], [taps_expected], HALF)
-    compare([powers.evaluate_half(weights.conj().conj(), table, length)], [taps_expected], HALF)
-    compare([torch.view_as_real(powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
-    compare([torch.view_as_real(powers.project_half(values, table))], [torch.view_as_real(modes_expected)], HALF)
-
-
 @pytest.mark.parametrize(("groups", "rows", "modes", "length"), [(3, 1, 33, 100), (2, 2, 20, 4097), (5, 3, 70, 1)])
-def test_sums_of_own_powers(groups: int, rows: int, modes: int, length: int) -> None:
+def test_sums_of_powers_per_channel(groups: int, rows: int, modes: int, length: int) -> None:
     decay, angle = torch.rand(2, groups, modes).double()
     log_a = torch.complex(-decay * 0.01, angle * 6).to(DEVICE)
     weights, values = draw(groups, rows, modes, kind=torch.complex64), draw(groups, rows, length)
     with fast.disabled():
         taps_expected = evaluate(weights.to(torch.complex128), log_a, length)
         modes_expected = project(values.double(), log_a)
-    compare([own_powers.evaluate(weights, log_a, length)], [taps_expected], 1e-6)
-    compare([own_powers.evaluate(weights.conj(), log_a.conj().resolve_conj(), length)], [taps_expected], 1e-6)
-    compare([torch.view_as_real(own_powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
+    compare([channel_powers.evaluate(weights, log_a, length)], [taps_expected], 1e-6)
+    compare([channel_powers.evaluate(weights.conj(), log_a.conj().resolve_conj(), length)], [taps_expected], 1e-6)
+    compare([torch.view_as_real(channel_powers.project(values, log_a))], [torch.view_as_real(modes_expected)], 1e-6)
 
 
 def test_powers_keep_their_phase_far_out() -> None:
     log_a = torch.tensor([[-1e-6 + 3.0j]], dtype=torch.complex128, device=DEVICE).expand(1, 4).contiguous()
-    weights = torch.zeros(1, 32, 4, dtype=torch.complex64, device=DEVICE)
+    weights = torch.zeros(1, 2, 4, dtype=torch.complex64, device=DEVICE)
     weights[..., 0] = 1
     length = 65_537 if ON_GPU else 4_097
-    found = powers.evaluate(weights, log_a, length)[0, 0, -64:]
+    found = channel_powers.evaluate(weights, log_a, length)[0, 0, -64:]
     exponent = torch.arange(length - 64, length, device=DEVICE)
     assert (found - torch.exp(log_a[0, 0] * exponent).real).abs().max() < 1e-5
 
@@ -196,31 +212,10 @@ def test_taps_from_parameters(imaginary: str) -> None:
     compare(found, gradients(plainly, [t.double() for t in inputs], grad.double()), HALF)
 
 
-def test_states_pass_from_row_to_row() -> None:
-    added, turn, state = (draw(*shape, kind=torch.complex64) for shape in ((2, 3, 5, 7), (7,), (2, 3, 7)))
-    turn = turn / (1 + turn.abs())
-
-    def plainly(added: Tensor, turn: Tensor, state: Tensor) -> Tensor:
-        states = [state]
-        for i in range(5):
-            states.append(turn * states[-1] + added[:, :, i])
-        return torch.stack(states, dim=2)
-
-    grad = draw(2, 3, 6, 7, kind=torch.complex64)
-    inputs = [added, turn, state]
-    found = gradients(scan.scan, inputs, grad)
-    expected = gradients(plainly, [t.to(torch.complex128) for t in inputs], grad)
-    compare([torch.view_as_real(t) for t in found], [torch.view_as_real(t) for t in expected], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("form", "ends"),
-    [(form, ends) for form in ("plain", "general") for ends in ("alone", "before and after")]
-    + [("plain", "before"), ("plain", "after")],
-)
+@pytest.mark.parametrize("ends", ["alone", "before", "after", "before and after"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 2), (2, 300), (1, 1024), (2, 1537)])
-def test_long_signals_in_rows(batch: int, length: int, form: str, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 512, a rest, states at either end, in one operation or from pieces, against the recurrence in float64."""
+def test_long_signals_in_rows(batch: int, length: int, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512, a rest, states at either end, against the recurrence in float64."""
     monkeypatch.setattr(fft, "LONGEST", 512)
     keep = "after" in ends
     space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 24}).state_space)
@@ -249,11 +244,8 @@ def test_long_signals_in_rows(batch: int, length: int, form: str, ends: str, mon
     space = space.to(DEVICE)
     v = signal.to(DEVICE).requires_grad_()
     given = None if before is None else before.to(DEVICE).requires_grad_()
-    if form == "plain":
-        parameters = (space.log_decay, space.frequency, space.readout, space.skip, True)
-        found, after = rows.mix_plain(v, *parameters, given, keep)
-    else:
-        found, after = space._mix_rows(v, given, keep)
+    found, after = space._mix_on_gpu(v.transpose(1, 2), given, keep)
+    found = found.transpose(1, 2)
     assert (after is None) is not keep
     scalar(found, after).backward()
     pairs = {"y": (found, y), "u": (v.grad, u.grad)}
@@ -277,7 +269,7 @@ def test_a_state_after_that_nothing_depends_on() -> None:
     signal, grad, state = draw(2, 3, 70, kind=torch.float16), draw(2, 3, 70), draw(2, 3, 24, 2)
     found, expected = (
         gradients(
-            lambda *inputs, keep=keep: rows.mix_plain(*inputs[:5], True, inputs[5], keep)[0],
+            lambda *inputs, keep=keep: long.mix_long(*inputs[:5], True, inputs[5], keep)[0],
             [signal, *parameters, state],
             grad,
         )
@@ -305,7 +297,7 @@ def test_norms(shape: tuple[int, ...], kind: str) -> None:
         torch.nn.init.normal_(bias)
     x = torch.randn(shape) * 3 + 1
     exact, norm = copy.deepcopy(norm).double(), norm.to(DEVICE)
-    found = stream.normed(
+    found = stream.normalize(
         x.to(DEVICE), norm.weight, getattr(norm, "bias", None), norm.eps, kind == "layernorm", torch.float16
     )
     assert found.dtype == torch.float16
@@ -343,10 +335,17 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [fast.usable(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")] == [True, False, True]
 
 
-def test_a_step_a_channel() -> None:
-    space = DiagonalStateSpace(3, gss.preset("dss-tiny").state_space)
-    signal = torch.randn(2, 3, 300).half()
-    with torch.no_grad():
-        expected, _ = space.double()._mix(signal.double().transpose(1, 2), None, False)
-        found, _ = space.float().to(DEVICE)._mix_rows(signal.to(DEVICE), None, False)
-    assert relative_error(found.cpu(), expected.transpose(1, 2)) < HALF
+@pytest.mark.parametrize("form", [{"step_range": [0.01, 0.1]}, {"discretization": "bilinear"}])
+def test_other_forms_than_the_papers(form: dict[str, object]) -> None:
+    """A step per channel, and another discretisation: in one row without states by kernels, else plainly."""
+    space = DiagonalStateSpace(3, gss.preset("gss-tiny", state_space={"modes": 16, **form}).state_space)
+    signal, state = torch.randn(2, 300, 3).half(), torch.randn(2, 3, 16, 2)
+    for before, keep in ((None, False), (state, True)):
+        with torch.no_grad():
+            expected, after = space.double()._mix(signal.double(), None if before is None else before.double(), keep)
+            space = space.float().to(DEVICE)
+            found = space._mix_on_gpu(signal.to(DEVICE), None if before is None else before.to(DEVICE), keep)
+        assert relative_error(found[0].cpu(), expected) < HALF
+        assert (found[1] is None) is not keep
+        if after is not None and found[1] is not None:
+            assert relative_error(found[1].cpu(), after) < HALF

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from gss.ops import reference
 from gss.ops.kernel import discretize, eigenvalues, kernel
@@ -32,6 +33,24 @@ def test_matches_reference(method: str, imaginary: str, per_channel: bool, lengt
     mine = torch.autograd.grad(actual, inputs, gradient)
     for actual_gradient, expected_gradient in zip(mine, torch.autograd.grad(expected, inputs, gradient), strict=True):
         assert relative_error(actual_gradient, expected_gradient) < 1e-6  # the parameters themselves are float32
+
+
+@pytest.mark.parametrize(("method", "singular"), [("zoh", 0.0), ("bilinear", -2.0)])
+@pytest.mark.parametrize("log_step", [None, torch.zeros(4)])
+def test_the_limit_where_a_formula_divides_by_zero(method: str, singular: float, log_step: Tensor | None) -> None:
+    """λ = 0 under zero-order hold, where B̄ is Δ; λΔ = −2 under the bilinear transform, where Ā is 0."""
+    at, beside = (torch.full((3,), value, dtype=torch.complex128) for value in (singular, singular + 1e-7))
+    readout = torch.randn(4, 3, dtype=torch.complex128)
+    results = []
+    for eigenvalue in (at, beside):
+        eigenvalue.requires_grad_()
+        log_a, drive = discretize(eigenvalue, log_step, method)
+        taps = kernel(readout * drive, log_a, 40)
+        (gradient,) = torch.autograd.grad(taps[:, :1].sum(), eigenvalue)
+        results.append((taps, gradient))
+    (taps, gradient), (expected, expected_gradient) = results
+    assert relative_error(taps, expected) < 1e-5
+    assert relative_error(gradient, expected_gradient) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["zoh", "bilinear"])

@@ -98,6 +98,22 @@ def test_bf16_autocast_keeps_the_loss_in_float32() -> None:
     assert torch.allclose(loss, _plain(weight, hidden, targets, mask), rtol=0.02)
 
 
+def test_a_head_whose_gradient_needs_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the gradient takes the place of the logits: a soft-capped head must not be trained on it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("gss.ops.fast.usable", lambda device: True)
+    weight, hidden, targets, mask = _case()
+    weight, hidden = (t.detach().float().requires_grad_() for t in (weight, hidden))
+    expected = torch.autograd.grad(_plain(weight, hidden, targets, mask), (weight, hidden))
+    found = torch.autograd.grad(
+        next_token_loss(lambda x: x @ weight.T, weight, hidden, targets, mask), (weight, hidden)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        next_token_loss(lambda x: torch.tanh(x @ weight.T), weight, hidden, targets, mask)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     weight, hidden, targets, mask = _case()
     with pytest.raises(ValueError, match="must have the activations' shape"):

@@ -1,7 +1,7 @@
-"""The Transformer block: causal attention over everything, or on independent chunks as in the hybrid.
+"""The Transformer block: causal attention over everything, over a sliding window, or on independent chunks.
 
-The state is the keys and values that later tokens can still see (all of them, or the current chunk's) and how many
-tokens each row has read; rows may be at different positions, so every index below is a row's own.
+The state is the keys and values that later tokens can still see (all of them, the last W or the current chunk's) and
+how many tokens each row has read; rows may be at different positions, so every index below is a row's own.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
-from gss.nn.documents import Documents
+from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.stepping import CacheStepper, Stepper
-from gss.ops.norm import normed
+from gss.ops.norm import normalize
+from gss.ops.positions import rotated
 
 # Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
 _QUERY_BLOCK = 1024
@@ -29,106 +30,131 @@ class TransformerBlock(SequenceLayer):
         attention = config.attention
         self.heads = attention.heads
         self.head_width = attention.head_width or config.width // attention.heads
-        self.chunk = attention.chunk
+        self.chunk, self.sliding = attention.chunk, attention.sliding
+        self.rotary_base = attention.rotary_base if config.positions == "rotary" else None
         self.norm = norm(config.width, config)
         self.query_key_value = dense(config.width, self.heads * self.head_width, config, blocks=3)
+        self.query_norm = norm(self.head_width, config) if attention.qk_norm else None
+        self.key_norm = norm(self.head_width, config) if attention.qk_norm else None
         self.output = dense(self.heads * self.head_width, config.width, config)
         self.feedforward = FeedForward(config)
 
-    def state_slots(self) -> dict[str, Slot]:
-        cache = Slot((self.chunk, self.heads, self.head_width))
-        return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
-
-    def mixing_flops(self, length: int) -> float:
-        keys = (min(self.chunk or length, length) + 1) / 2  # that a token sees, on average
-        return 4 * self.heads * self.head_width * keys
-
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        projected = self.project(x)
-        attend = self._attend_everything if self.chunk is None else self._attend_chunks
-        after: LayerState = {}
-        if documents is None:
-            attended, after = attend(projected, state, keep_state)
-        else:
-            attended = documents.mix(lambda rows: attend(rows, None, False)[0], projected)
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        attended, after = self.attend(self.project(x), state, keep_state)
         return self.finish(x, attended), after
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values: [B, L, 3, h, d]."""
-        return self.query_key_value(normed(self.norm, x)).unflatten(-1, (3, self.heads, self.head_width))
+        projected = self.query_key_value(normalize(self.norm, x)).unflatten(-1, (3, self.heads, self.head_width))
+        if self.query_norm is None or self.key_norm is None:
+            return projected
+        queries, keys, values = projected.unbind(2)
+        return torch.stack([self.query_norm(queries).to(values), self.key_norm(keys).to(values), values], dim=2)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The block's output from its input and what each token attends to, [B, L, h, d]."""
         return self.feedforward(x + self.output(attended.flatten(2)))
 
-    def stepper(self, state: LayerState, block: int) -> Stepper:
-        return _Steps(self, state)
+    def positioned(self, projected: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, L, h, d] from `project`'s, the first two turned by their positions in a model
+        with rotary ones; `position` [B] is the first token's (None: 0).
+        """
+        queries, keys, values = projected.unbind(2)
+        if self.rotary_base is not None:
+            queries, keys = rotated(projected[:, :, :2], position, self.rotary_base).unbind(2)
+        return queries, keys, values
 
-    def _attend_everything(
-        self, projected: Tensor, state: LayerState | None, keep_state: bool
+    @each_document_alone
+    def attend(
+        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
-        queries, keys, values = projected.unbind(2)  # [B, L, h, d] each
-        batch, length = keys.shape[:2]
-        if state is None:
-            position = torch.zeros(batch, dtype=torch.int64, device=keys.device)
-            attended = _causal_attention(queries, keys, values)
-        else:
-            position = state["length"]
-            index = _positions(position, length)
-            capacity = state["keys"].shape[1] + length
-            keys = _placed(state["keys"], keys, index, capacity)
-            values = _placed(state["values"], values, index, capacity)
-            attended = _masked_attention(queries, keys, values, index)
+        """What each token attends to, [B, L, h, d], from `project`'s [B, L, 3, h, d]; and the state after them."""
+        batch, length = projected.shape[:2]
+        queries, keys, values = self.positioned(projected, state["length"] if state else None)
+        over = self._over_chunks if self.chunk else self._over_window if self.sliding else self._over_everything
+        attended, keys, values = over(queries, keys, values, state)
         if not keep_state:
             return attended, {}
-        # Without the queries, which lie between them.
+        position = keys.new_zeros(batch, dtype=torch.int64) if state is None else state["length"]
+        if self.chunk:
+            # The chunk of the last token; when that token filled it, later ones find it full and write over it.
+            start = (position % self.chunk + length - 1) // self.chunk * self.chunk
+            kept = _expand(_positions(start, self.chunk), keys)
+            keys, values = keys.gather(1, kept), values.gather(1, kept)
+        # Contiguous: without the queries, which lie between them.
         return attended, {"keys": keys.contiguous(), "values": values.contiguous(), "length": position + length}
 
-    def _attend_chunks(
-        self, projected: Tensor, state: LayerState | None, keep_state: bool
-    ) -> tuple[Tensor, LayerState]:
-        assert self.chunk is not None
-        queries, keys, values = projected.unbind(2)
-        batch, length = keys.shape[:2]
+    def state_slots(self) -> dict[str, Slot]:
+        cache = Slot((self.chunk or self.sliding, self.heads, self.head_width))
+        return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
+
+    def mixing_flops(self, length: int) -> float:
+        most = min(self.chunk or self.sliding or length, length)
+        keys = (most + 1) / 2  # that a token sees, on average
+        if self.sliding:
+            keys += (most - keys) * (length - most) / length  # later tokens see the whole window
+        return 4 * self.heads * self.head_width * keys
+
+    def stepper(self, state: LayerState, block: int) -> Stepper:
+        return super().stepper(state, block) if self.sliding else _Steps(self, state)
+
+    # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
+    # keys and values of past and new tokens together, as far as later ones may need them.
+
+    def _over_everything(
+        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if state is None:
-            position = torch.zeros(batch, dtype=torch.int64, device=keys.device)
+            return _causal_attention(queries, keys, values), keys, values
+        index = _positions(state["length"], keys.shape[1])
+        capacity = state["keys"].shape[1] + keys.shape[1]
+        keys, values = _placed(state["keys"], keys, index, capacity), _placed(state["values"], values, index, capacity)
+        return _masked_attention(queries, keys, values, index), keys, values
+
+    def _over_chunks(
+        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.chunk is not None
+        length = keys.shape[1]
+        if state is None:
             capacity = -(-length // self.chunk) * self.chunk
             queries, keys, values = (_with_room(t, capacity) for t in (queries, keys, values))
-            attended = self._within_chunks(queries, keys, values)[:, :length]
-        else:
-            # A row stands somewhere in its current chunk: its new tokens go after the cached ones, and the row is
-            # laid out from its chunk's start. What lies beyond its last token is never attended to.
-            position = state["length"]
-            index = _positions(position % self.chunk, length)
-            capacity = (-(-(length - 1) // self.chunk) + 1) * self.chunk
-            keys = _placed(state["keys"], keys, index, capacity)
-            values = _placed(state["values"], values, index, capacity)
-            if length == 1:
-                attended = _masked_attention(queries, keys, values, index)
-            else:
-                placed = _placed(torch.zeros_like(state["keys"]), queries, index, capacity)
-                attended = self._within_chunks(placed, keys, values).gather(1, _expand(index, queries))
-        if not keep_state:
-            return attended, {}
-        # The chunk of the last token; when that token filled it, later ones find it full and write over it.
-        start = (position % self.chunk + length - 1) // self.chunk * self.chunk
-        kept = _expand(_positions(start, self.chunk), keys)
-        return attended, {
-            "keys": keys.gather(1, kept),
-            "values": values.gather(1, kept),
-            "length": position + length,
-        }
+            cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
+            return _causal_attention(*cut).reshape(queries.shape)[:, :length], keys, values
+        # A row stands somewhere in its current chunk: its new tokens go after the cached ones, and the row is
+        # laid out from its chunk's start. What lies beyond its last token is never attended to.
+        index = _positions(state["length"] % self.chunk, length)
+        capacity = (-(-(length - 1) // self.chunk) + 1) * self.chunk
+        keys, values = _placed(state["keys"], keys, index, capacity), _placed(state["values"], values, index, capacity)
+        if length == 1:
+            return _masked_attention(queries, keys, values, index), keys, values
+        placed = _placed(torch.zeros_like(state["keys"]), queries, index, capacity)
+        cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (placed, keys, values))
+        attended = _causal_attention(*cut).reshape(placed.shape).gather(1, _expand(index, queries))
+        return attended, keys, values
 
-    def _within_chunks(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Causal attention inside each chunk of [B, n·chunk, h, d]."""
-        cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
-        return _causal_attention(*cut).reshape(queries.shape)
+    def _over_window(
+        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A token sees itself and the W − 1 before it. The cache holds the last W of each row, the newest last."""
+        assert self.sliding is not None
+        window, length = self.sliding, keys.shape[1]
+        nothing = keys.new_zeros(len(keys), window, *keys.shape[2:])
+        old_keys, old_values = (state["keys"], state["values"]) if state else (nothing, nothing)
+        keys, values = torch.cat([old_keys.to(keys), keys], dim=1), torch.cat([old_values.to(values), values], dim=1)
+        first = min(window, length)
+        if state is None:
+            seen = slice(window, window + first)
+            parts = [_causal_attention(queries[:, :first], keys[:, seen], values[:, seen])]
+        else:
+            token = torch.arange(first, device=keys.device)
+            oldest = torch.maximum(token + 1, (window - state["length"]).unsqueeze(1))
+            newest = (token + window).expand_as(oldest)
+            seen = slice(0, window + first)
+            parts = [_masked_attention(queries[:, :first], keys[:, seen], values[:, seen], newest, oldest)]
+        if length > window:  # blocks of W, each over itself and the one before
+            parts.append(_banded_attention(queries[:, window:], keys[:, window:], values[:, window:], window))
+        return torch.cat(parts, dim=1), keys[:, length:], values[:, length:]
 
 
 class _Steps:
@@ -137,7 +163,8 @@ class _Steps:
         self._cache = CacheStepper(state["keys"], state["values"], state["length"], block.chunk)
 
     def step(self, x: Tensor) -> Tensor:
-        return self._block.finish(x, self._cache.attend(self._block.project(x)))
+        placed = self._block.positioned(self._block.project(x), self._cache.lengths())
+        return self._block.finish(x, self._cache.attend(torch.stack(placed, dim=2)))
 
     def state(self) -> LayerState:
         return self._cache.state()
@@ -174,14 +201,37 @@ def _causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2)
 
 
-def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, index: Tensor) -> Tensor:
-    """Each query sees the cache up to its own position."""
+def _masked_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, newest: Tensor, oldest: Tensor | None = None
+) -> Tensor:
+    """Each query sees the slots of the cache from its `oldest` (None: the first) to its `newest`, [B, L]."""
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     slots = torch.arange(keys.shape[2], device=keys.device)
     parts = []
     for start in range(0, queries.shape[1], _QUERY_BLOCK):
         block = slice(start, start + _QUERY_BLOCK)
-        visible = (slots <= index[:, block, None]).unsqueeze(1)  # [B, 1, L, S]
+        visible = slots <= newest[:, block, None]  # [B, L, S]
+        if oldest is not None:
+            visible &= slots >= oldest[:, block, None]
         query = queries[:, block].transpose(1, 2)
-        parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2))
+        mask = visible.unsqueeze(1)
+        parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _banded_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """Queries [B, R, h, d] over keys [B, W + R, h, d], the last R of which are their own: each sees W, itself last.
+
+    In blocks of W queries over 2W keys, so that no mask is larger than W × 2W.
+    """
+    batch, rest = queries.shape[:2]
+    missing = -rest % window
+    queries, keys, values = (
+        _with_room(t, t.shape[1] + missing).unflatten(1, (-1, window)) for t in (queries, keys, values)
+    )
+    keys, values = (torch.cat([t[:, :-1], t[:, 1:]], dim=2).flatten(0, 1).transpose(1, 2) for t in (keys, values))
+    token, slot = torch.arange(window, device=keys.device), torch.arange(2 * window, device=keys.device)
+    visible = (slot > token.unsqueeze(1)) & (slot <= token.unsqueeze(1) + window)
+    query = queries.flatten(0, 1).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
+    return attended.unflatten(0, (batch, -1)).flatten(1, 2)[:, :rest]

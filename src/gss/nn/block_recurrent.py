@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gss.config import ModelConfig
-from gss.nn.documents import Documents
-from gss.nn.recurrent_cell import Memory, StateCell
+from gss.nn.documents import each_document_alone
+from gss.nn.recurrent_cell import CellMemory, StateCell
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock
 from gss.nn.windows import Windows
@@ -33,7 +33,7 @@ def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tu
 def _update(
     cell: StateCell,
     vectors: Tensor,
-    memory: Memory,
+    memory: CellMemory,
     own: KeysValues,
     before: KeysValues | None,
     previous: Tensor | None,
@@ -56,7 +56,7 @@ class _Work(NamedTuple):
     """
 
     bias: Callable[..., Tensor] = _bias
-    read: Callable[..., Memory] = StateCell.read
+    read: Callable[..., CellMemory] = StateCell.read
     through: Callable[..., tuple[Tensor, KeysValues]] = _through
     update: Callable[..., Tensor] = _update
 
@@ -67,7 +67,7 @@ _PLAIN = _Work()
 class RecurrentStack(SequenceLayer):
     """Blocks that run window by window around one recurrent state; `writer` is the block whose tokens update it.
 
-    The state of a sequence: two windows of keys and values a block, the vectors, and how much was read. A row that
+    The state of a sequence: two windows of keys and values per block, the vectors, and how much was read. A row that
     has read nothing starts from the learned vectors, whatever its slot holds: the start is then part of every
     forward pass, where sharded and replicated training expect a parameter's gradient to come from.
     """
@@ -104,18 +104,8 @@ class RecurrentStack(SequenceLayer):
         cell_total = windows * read + updates * (update + update_attention)
         return a_token + cell_total / length - (read + update) / vectors
 
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        if documents is not None:
-            return documents.mix(lambda rows: self._run(rows, None, False)[0], x), {}
-        return self._run(x, state, keep_state)
-
-    def _run(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
+    @each_document_alone
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         windows = Windows(self.window, x.shape[1], state["length"] if state else None)
         vectors = self._start(x.shape[0], state)
         tokens = windows.spread(x)
@@ -179,7 +169,7 @@ class RecurrentStack(SequenceLayer):
         work: _Work,
         filled: bool | Tensor,
         vectors: Tensor,
-        memory: Memory,
+        memory: CellMemory,
         own: KeysValues,
         before: KeysValues | None,
         previous: Tensor | None,
@@ -190,7 +180,7 @@ class RecurrentStack(SequenceLayer):
         rows = filled.nonzero().squeeze(1)
         if not len(rows):
             return vectors
-        memory, own = Memory(*(tensor[rows] for tensor in memory)), (own[0][rows], own[1][rows])
+        memory, own = CellMemory(*(tensor[rows] for tensor in memory)), (own[0][rows], own[1][rows])
         before = before and (before[0][rows], before[1][rows])
         previous = None if previous is None else previous[rows]
         return vectors.index_copy(0, rows, work.update(self.cell, vectors[rows], memory, own, before, previous))

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
+from gss.choices import ACTIVATIONS, NORMS, load
 from gss.config import ModelConfig
-from gss.ops.gate import ACTIVATIONS
-from gss.ops.norm import normed
+from gss.ops.norm import normalize
 
 
 def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None) -> nn.Linear:
@@ -22,20 +22,26 @@ def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias:
 
 def norm(width: int, config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
     """The config's norm over the last dimension."""
-    kind: type[nn.LayerNorm] | type[nn.RMSNorm] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
-    return kind(width, eps=config.norm_epsilon)
+    layer: nn.LayerNorm | nn.RMSNorm = load(NORMS[config.norm])(width, eps=config.norm_epsilon)
+    return layer
 
 
 class FeedForward(nn.Module):
-    """norm → dense → activation → dense, added to its input."""
+    """x + φ(norm(x)·W₁)·W₃; gated (SwiGLU and its kin), x + (φ(norm(x)·W₁) ∗ norm(x)·W₂)·W₃."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = norm(config.width, config)
-        self.inner = dense(config.width, config.feedforward_width, config)
-        self.outer = dense(config.feedforward_width, config.width, config)
+        self.inner = dense(config.width, config.feedforward_width, config)  # W₁
+        gated = config.feedforward == "gated"
+        self.gated = dense(config.width, config.feedforward_width, config) if gated else None  # W₂
+        self.outer = dense(config.feedforward_width, config.width, config)  # W₃
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.outer(self.activation(self.inner(normed(self.norm, x)))))
+        normed = normalize(self.norm, x)
+        hidden = self.activation(self.inner(normed))
+        if self.gated is not None:
+            hidden = hidden * self.gated(normed)
+        return x + self.dropout(self.outer(hidden))

@@ -1,18 +1,16 @@
 """The DSS block, the paper's state-space baseline: state space → GELU → gated linear unit, then a feed-forward."""
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
-from gss.nn.state_space import DiagonalStateSpace
-from gss.nn.state_space_layer import Mix, StateSpaceLayer
+from gss.nn.state import LayerState
+from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
 
 
 class DSSMixer(nn.Module):
-    """norm → DSS on all E channels → GELU → dense E→2E → GLU, added to its input."""
+    """x + GLU(GELU(DSS(norm x))·W), the state space on all E channels and W [2E, E]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -20,8 +18,9 @@ class DSSMixer(nn.Module):
         self.state_space = DiagonalStateSpace(config.width, config.state_space)
         self.output = dense(config.width, config.width, config, blocks=2)
 
-    def forward(self, x: Tensor, mix: Mix) -> Tensor:
-        return x + F.glu(self.output(F.gelu(mix(self.norm(x)).to(x.dtype))))
+    def forward(self, x: Tensor, modes: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor]:
+        y, modes = self.state_space(self.norm(x), modes, keep_state)
+        return x + F.glu(self.output(F.gelu(y.to(x.dtype)))), modes
 
 
 class DSSBlock(StateSpaceLayer):
@@ -35,7 +34,8 @@ class DSSBlock(StateSpaceLayer):
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {f"modes{i}": mixer.state_space for i, mixer in enumerate(self.mixers) if isinstance(mixer, DSSMixer)}
 
-    def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
-        for mixer, mix in zip(self.mixers, mixes, strict=True):
-            x = mixer(x, mix)
-        return self.feedforward(x)
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        after: LayerState = {}
+        for i, mixer in enumerate(self.mixers):
+            x, after[f"modes{i}"] = mixer(x, state and state[f"modes{i}"], keep_state)
+        return self.feedforward(x), after if keep_state else {}

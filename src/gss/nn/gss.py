@@ -1,15 +1,14 @@
 """The Gated State Space layer (the paper's figure 1)."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
 from gss.nn.dense import dense, norm
-from gss.nn.state_space import DiagonalStateSpace
-from gss.nn.state_space_layer import Mix, StateSpaceLayer
-from gss.ops.gate import ACTIVATIONS, add_gated
-from gss.ops.norm import normed
+from gss.nn.state import LayerState
+from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
+from gss.ops.gate import add_gated
+from gss.ops.norm import normalize
 
 
 class GSSLayer(StateSpaceLayer):
@@ -24,14 +23,16 @@ class GSSLayer(StateSpaceLayer):
         self.state_space = DiagonalStateSpace(config.channels, config.state_space)
         self.context = dense(config.channels, config.gate_width, config)  # W₃
         self.output = dense(config.gate_width, config.width, config)  # W₄
-        self.activation = config.activation
+        self.activation = config.activation  # φ
 
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {"modes": self.state_space}
 
-    def around(self, x: Tensor, mixes: Sequence[Mix]) -> Tensor:
-        (mix,) = mixes
-        above = normed(self.norm, x)
-        u = normed(self.inner_norm, ACTIVATIONS[self.activation](self.inner(above)))  # [B, L, H]
-        gate, context, output = ((layer.weight, layer.bias) for layer in (self.gate, self.context, self.output))
-        return add_gated(x, above, mix(u), gate, context, output, self.activation)
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        phi = ACTIVATIONS[self.activation]
+        normed = normalize(self.norm, x)  # [B, L, E]
+        u = normalize(self.inner_norm, phi(self.inner(normed)))  # [B, L, H]
+        y, modes = self.state_space(u, state and state["modes"], keep_state)
+        # (y·W₃ ∗ φ(normed·W₂))·W₄ + x, in one operation because the gate is the widest thing in the layer
+        out = add_gated(x, normed, y, self.gate, self.context, self.output, self.activation)
+        return out, {"modes": modes} if keep_state else {}

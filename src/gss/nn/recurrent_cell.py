@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
-from gss.nn.dense import ACTIVATIONS, dense, norm
+from gss.nn.dense import dense, norm
 from gss.nn.window_attention import attend, unit
 
 
-class Memory(NamedTuple):
+class CellMemory(NamedTuple):
     """What is read of the vectors while a window of tokens is."""
 
     identified: Tensor
@@ -28,7 +29,7 @@ class Memory(NamedTuple):
 
 
 class FixedGate(nn.Module):
-    """s ← g⊙s + (1 − g)⊙z with g = σ(b) learned a channel: an exponential moving average."""
+    """s ← g⊙s + (1 − g)⊙z with g = σ(b) learned per channel: an exponential moving average."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -82,21 +83,21 @@ class StateCell(nn.Module):
         self.output = dense(hidden, config.width, config)
         self.gate = FixedGate(config) if recurrent.gate == "fixed" else LSTMGate(config, hidden)
 
-    def read(self, vectors: Tensor) -> Memory:
+    def read(self, vectors: Tensor) -> CellMemory:
         """Keys and values of vectors [B, S, E]."""
         identified = self.norm(vectors) + self.identity
         keys, values = self._split(self.keys_values(identified))
-        return Memory(identified, unit(keys).to(values.dtype), values)
+        return CellMemory(identified, unit(keys).to(values.dtype), values)
 
     def update(
-        self, vectors: Tensor, memory: Memory, keys: Tensor, values: Tensor, seen: Tensor | None = None
+        self, vectors: Tensor, memory: CellMemory, keys: Tensor, values: Tensor, seen: Tensor | None = None
     ) -> Tensor:
         """The vectors after a window whose tokens, and those before, have keys and values [B, K, h, d].
 
         `seen` [B, K] marks the keys that are there; None: all. Order does not matter: no bias, no causal mask.
         """
         own, over_tokens = self._split(self.queries(memory.identified))
-        own, over_tokens = unit(own) * _a_head(self.scale), unit(over_tokens) * _a_head(self.token_scale)
+        own, over_tokens = unit(own) * _per_head(self.scale), unit(over_tokens) * _per_head(self.token_scale)
         mask = None if seen is None else seen[:, None, None, :]
         attended = torch.cat(
             [
@@ -128,5 +129,5 @@ class StateCell(nn.Module):
         return vectors * reading, vectors * (2 * sum(layer.weight.numel() for layer in layers) - reading)
 
 
-def _a_head(scale: Tensor) -> Tensor:
+def _per_head(scale: Tensor) -> Tensor:
     return scale.abs().unsqueeze(-1)

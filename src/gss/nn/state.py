@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gss.nn.documents import Documents
 from gss.nn.stepping import PlainStepper, Stepper
 
 LayerState = dict[str, Tensor]
@@ -37,21 +36,15 @@ class SequenceLayer(nn.Module):
         """The tensors of this layer's state."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost).
 
-        With `documents`, x holds packed rows: every document is mixed alone and no state comes in or goes out.
+        What mixes tokens is wrapped in `gss.nn.documents.each_document_alone`, which is all that packed rows need.
         """
         raise NotImplementedError
 
     def mixing_flops(self, length: int) -> float:
-        """Arithmetic of mixing tokens, a token of a sequence of `length`: what comes on top of dense products."""
+        """FLOPs per token of mixing the tokens of a sequence of `length`: what comes on top of dense products."""
         raise NotImplementedError
 
     def stepper(self, state: LayerState, block: int) -> Stepper:
@@ -86,7 +79,7 @@ class SequenceLayer(nn.Module):
                 want is not None and want != got for want, got in zip(slot.shape, sizes, strict=True)
             ):
                 raise ValueError(
-                    f"the state is another model's: {name} has shape {list(sizes)} a sequence, "
+                    f"the state is another model's: {name} has shape {list(sizes)} per sequence, "
                     f"expected {list(slot.shape)}"
                 )
 
@@ -106,7 +99,7 @@ class ModelState:
     position: Tensor
     """[B]: tokens read so far."""
     layers: tuple[LayerState, ...]
-    """One state a layer, in order."""
+    """One state per layer, in order."""
 
     @property
     def batch(self) -> int:

@@ -6,13 +6,16 @@ stumble over complex ones. The arithmetic stays in float32 (or float64) under au
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gss.config import StateSpaceConfig
-from gss.nn.documents import Documents
-from gss.nn.state import state_dtype
+from gss.nn.documents import each_document_alone
+from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
+from gss.nn.stepping import StateSpaceStepper, Stepper
 from gss.ops import fast
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
@@ -53,7 +56,7 @@ class DiagonalStateSpace(nn.Module):
         return torch.view_as_complex(self.readout.to(kind)) * drive.to(kind.to_complex()), log_a
 
     def mixing_flops(self, length: int) -> float:
-        """Two real FFTs of size 2L and the product between, a token; what the batch shares is left out."""
+        """Two real FFTs of size 2L and the product between, per token; what the batch shares is left out."""
         size = 2 * length
         return self.channels * (2 * 2.5 * size * math.log2(size) + 3 * size) / length
 
@@ -61,50 +64,51 @@ class DiagonalStateSpace(nn.Module):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    def forward(
-        self, u: Tensor, state: Tensor | None = None, keep_state: bool = True, documents: Documents | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    @torch.compiler.disable
+    def taps(self, length: int) -> Tensor:
+        """The kernel [H, L], D included in its first tap."""
+        with torch.autocast(self.skip.device.type, enabled=False):
+            return kernel(*self.discretized(), length, self.skip)
+
+    @torch.no_grad()
+    def time_constants(self) -> Tensor:
+        """Tokens after which each mode has faded to 1/e: N, or H·N where each channel has its own Δ, float64."""
+        return (-1 / self.discretized()[1].real).flatten()
+
+    @each_document_alone
+    def forward(self, u: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
-        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
+        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too. In place of
+        a state it takes a stepper, which holds one.
         """
-        if documents is not None:
-            return documents.mix(lambda rows: self.forward(rows, keep_state=False)[0], u), None
+        if isinstance(state, StateSpaceStepper):
+            return state.step(u), None
         kind = fast.half(u)
         if kind is None or u.shape[1] == 1:
             return self._mix(u, state, keep_state)
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        """Channels first while the kernels work."""
-        from gss.ops import rows
+        """By kernels that want channels first: the paper's form at any length, others where one row of the FFT holds
+        the signal and no state is asked for.
+        """
+        from gss.ops.gpu import fft, long
+        from gss.ops.gpu.taps import taps
         from gss.ops.gpu.transpose import swapped
 
-        if self._plain_form:
-            parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
-            y, after = rows.mix_plain(swapped(u), *parameters, state, keep_state)
-            return swapped(y), after
-        alone = state is None and not keep_state
-        if self.log_step is not None and not (alone and rows.fits(u.shape[1])):
-            return self._mix(u, state, keep_state)  # a table of powers a channel would be too large
-        y, after = self._mix_rows(swapped(u), state, keep_state)
-        return swapped(y), after
-
-    @property
-    def _plain_form(self) -> bool:
-        """Whether it is the paper's, which some kernels are for."""
-        return self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
+        paper = self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
+        parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
+        row = fft.row_length(u.shape[1])
+        if state is None and not keep_state and u.shape[1] <= row:
+            own = taps(*parameters, row) if paper else self.taps(row)
+            return swapped(fft.convolve_rows(swapped(u), own)), None
+        if not paper:
+            return self._mix(u, state, keep_state)
+        y, after, _ = long.mix_long(swapped(u), *parameters, state, keep_state)
+        return swapped(y), after if keep_state else None
 
     @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
-    def _mix_rows(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        from gss.ops import rows
-
-        with torch.autocast(u.device.type, enabled=False):
-            before = None if state is None else torch.view_as_complex(state)
-            y, after = rows.mix(u, *self.discretized(), self.skip, before, keep_state)
-            return y, None if after is None else torch.view_as_real(after)
-
-    @torch.compiler.disable
     def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))
@@ -113,9 +117,7 @@ class DiagonalStateSpace(nn.Module):
             if u.shape[1] == 1:
                 y, after = self._step(u, before, readout, log_a)
                 return y, after if keep_state else None
-            taps = kernel(readout, log_a, u.shape[1])
-            taps = torch.cat([taps[:, :1] + self.skip.unsqueeze(-1).to(taps.dtype), taps[:, 1:]], dim=-1)
-            y = convolve(u, taps)
+            y = convolve(u, kernel(readout, log_a, u.shape[1], self.skip))
             if before is not None:
                 y = y + carried_output(before, readout, log_a, u.shape[1])
             return y, torch.view_as_real(final_state(u, log_a, before)) if keep_state else None
@@ -127,7 +129,7 @@ class DiagonalStateSpace(nn.Module):
         return (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1), torch.view_as_real(after)
 
     def _readout_scale(self) -> Tensor:
-        """What N(0,1) draws of C are multiplied by, a mode."""
+        """What N(0,1) draws of C are multiplied by, per mode."""
         modes, kind = self.config.modes, self.config.readout_init
         if kind in ("unit", "inverse_sqrt", "inverse"):
             return torch.full((modes,), {"unit": 1.0, "inverse_sqrt": modes**-0.5, "inverse": 1 / modes}[kind])
@@ -138,13 +140,52 @@ class DiagonalStateSpace(nn.Module):
         return torch.cat([torch.full((half,), modes**-0.5), 0.3 * equal_energy[half:]])
 
     def _equal_energy(self) -> Tensor:
-        """Each mode's Σ_k |C B̄ Ā^k|² made 1/N. With a Δ a channel, for the geometric middle of its range."""
+        """Each mode's Σ_k |C B̄ Ā^k|² made 1/N. With a Δ per channel, for the geometric middle of its range."""
         log_step = None
         if self.config.step_range:
             log_step = torch.tensor([math.log(math.prod(self.config.step_range)) / 2])
         log_a, drive = discretize(self.eigenvalues(), log_step, self.config.discretization)
         energy = drive.abs().square() / -torch.expm1(2 * log_a.real)
         return (energy * self.config.modes).rsqrt().squeeze(0).to(self.readout.dtype)
+
+
+class StateSpaceLayer(SequenceLayer):
+    """A layer whose tokens mix in state spaces alone: what GSS and DSS have in common."""
+
+    def spaces(self) -> dict[str, DiagonalStateSpace]:
+        """The state spaces by the names of their states."""
+        raise NotImplementedError
+
+    def state_slots(self) -> dict[str, Slot]:
+        return {name: Slot((space.channels, space.config.modes, 2)) for name, space in self.spaces().items()}
+
+    def mixing_flops(self, length: int) -> float:
+        return sum(space.mixing_flops(length) for space in self.spaces().values())
+
+    def stepper(self, state: LayerState, block: int) -> Stepper:
+        return _Steps(self, state, block)
+
+
+class _Steps:
+    def __init__(self, layer: StateSpaceLayer, state: LayerState, block: int) -> None:
+        self._layer = layer
+        self._spaces: dict[str, Any] = {
+            name: StateSpaceStepper(space, state[name], block) for name, space in layer.spaces().items()
+        }
+
+    def step(self, x: Tensor) -> Tensor:
+        return self._layer.forward(x, self._spaces, keep_state=False)[0]  # as it is, compiled or not
+
+    def state(self) -> LayerState:
+        return {name: space.modes() for name, space in self._spaces.items()}
+
+    def join(self, state: LayerState) -> None:
+        for name, space in self._spaces.items():
+            space.join(state[name])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for space in self._spaces.values():
+            space.keep(rows)
 
 
 def skew_hippo_frequencies(modes: int) -> Tensor:

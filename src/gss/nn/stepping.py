@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gss.ops.kernel import kernel
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
 
@@ -107,8 +106,7 @@ class StateSpaceStepper:
     def __init__(self, space: "DiagonalStateSpace", modes: Tensor, block: int) -> None:
         self._readout, self._log_a = space.discretized()
         self._block = block
-        taps = kernel(self._readout, self._log_a, block)
-        taps[:, 0] += space.skip
+        taps = space.taps(block)
         self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
         # Where the channels share their modes, the table that turns a state into its echo is small enough to keep.
         self._powers = powers(self._log_a[0], block, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
@@ -185,6 +183,10 @@ class CacheStepper:
         self._device = length.device
         room = keys.shape[1] if chunk else 2 * keys.shape[1] + 64
         self._caches = [Rows(self._with_room(t.transpose(1, 2), room)) for t in (keys, values)]  # [B, h, S, d] each
+
+    def lengths(self) -> Tensor:
+        """Tokens read so far, [B]."""
+        return torch.tensor(self._lengths, device=self._device)
 
     def attend(self, projected: Tensor) -> Tensor:
         """Queries, keys and values [B, 1, 3, h, d] of the next token → what it attends to, [B, 1, h, d]."""

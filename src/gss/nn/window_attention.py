@@ -1,8 +1,8 @@
 """Attention to a window of earlier tokens, and the two plain Transformers made of it: `slide` and `xl`.
 
 A token never attends to itself, and can attend to nothing at all: the softmax has one more logit, a sink of 0 with a
-value of zero. Queries and keys have length 1; the logit is (q·k + b)·|s| with s learned a head and b learned a head
-and a bucket of distances (T5's). Keys come in blocks: the tokens of a window look at the window before and their own,
+value of zero. Queries and keys have length 1; the logit is (q·k + b)·|s| with s learned per head and b per head
+and bucket of distances (T5's). Keys come in blocks: the tokens of a window look at the window before and their own,
 2W keys, so no mask is larger than W × 2W however long the sequence.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
-from gss.nn.documents import Documents
+from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.nn.windows import Windows
 
@@ -236,26 +236,17 @@ class WindowLayer(SequenceLayer):
     def mixing_flops(self, length: int) -> float:
         return 4 * self.block.heads * self.block.head_width * self.block.attention.keys_seen(length)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        keep_state: bool = True,
-        documents: Documents | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        queries, keys, values, _ = self.block.project(x)
-        after: LayerState = {}
-        if documents is None:
-            attended, after = self._attend(queries, keys, values, state, keep_state)
-        else:
-            together = torch.stack([queries, keys, values], dim=2)
-            attended = documents.mix(self._attend_alone, together)
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        *projected, _ = self.block.project(x)
+        attended, after = self._attend(tuple(projected), state, keep_state)
         return self.block.finish(x, attended), after
 
+    @each_document_alone
     def _attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None, keep_state: bool
+        self, projected: tuple[Tensor, ...], state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
-        """What each token attends to, [B, L, h, d] like all that comes in, and the state after."""
+        """What each token attends to, from queries, keys and values, all [B, L, h, d]; and the state after them."""
+        queries, keys, values = projected
         cached_keys, cached_values, position = (
             (state["keys"], state["values"], state["length"]) if state else (None, None, None)
         )
@@ -270,10 +261,6 @@ class WindowLayer(SequenceLayer):
             "values": windows.remaining(values[:, windows.done :]).to(precise),
             "length": windows.read(queries),
         }
-
-    def _attend_alone(self, together: Tensor) -> Tensor:
-        queries, keys, values = together.unbind(2)
-        return self._attend(queries, keys, values, None, keep_state=False)[0]
 
 
 class SlideLayer(WindowLayer):

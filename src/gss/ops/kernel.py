@@ -11,6 +11,7 @@ rounding of λ in float32 would be an error of a tenth of a radian at position 6
 import torch
 from torch import Tensor
 
+from gss.choices import DISCRETIZATIONS
 from gss.ops.vandermonde import evaluate
 
 
@@ -24,21 +25,20 @@ def eigenvalues(log_decay: Tensor, frequency: Tensor, imaginary: str) -> Tensor:
 
 
 def discretize(eigenvalue: Tensor, log_step: Tensor | None, method: str) -> tuple[Tensor, Tensor]:
-    """(log Ā, B̄), each [G, N] complex128: G = 1 for the unit step (the paper's), H for a step Δ a channel.
+    """(log Ā, B̄), each [G, N] complex128: G = 1 for the unit step (the paper's), H for a step Δ per channel.
 
-    `method` is "zoh" (zero-order hold: the input constant between samples) or "bilinear" (trapezoidal).
+    `method` is one of `gss.choices.DISCRETIZATIONS`.
     """
-    if log_step is None:
-        step, scaled = torch.ones((), dtype=torch.float64, device=eigenvalue.device), eigenvalue.unsqueeze(0)
-    else:
+    step = torch.ones(1, 1, dtype=torch.float64, device=eigenvalue.device)
+    if log_step is not None:
         step = torch.exp(log_step.double()).unsqueeze(-1)  # [H, 1]
-        scaled = eigenvalue * step
-    if method == "zoh":
-        return scaled, torch.expm1(scaled) / eigenvalue
-    return 2 * torch.atanh(scaled / 2), step / (1 - scaled / 2)
+    return DISCRETIZATIONS[method](eigenvalue.unsqueeze(0), step)
 
 
-def kernel(readout: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
-    """K [H, L] for a read-out C·B̄ [H, N] (complex) and modes log Ā [G, N]. `table`: see `gss.ops.vandermonde`."""
+def kernel(readout: Tensor, log_a: Tensor, length: int, skip: Tensor | None = None) -> Tensor:
+    """K [H, L] for a read-out C·B̄ [H, N] (complex) and modes log Ā [G, N]; with the skip D [H], K₀ + D comes first."""
     weights = readout.unsqueeze(0) if log_a.shape[0] == 1 else readout.unsqueeze(1)  # [1, H, N] or [H, 1, N]
-    return evaluate(weights, log_a, length, table).flatten(0, 1)
+    taps = evaluate(weights, log_a, length).flatten(0, 1)
+    if skip is None:
+        return taps
+    return torch.cat([taps[:, :1] + skip.unsqueeze(-1).to(taps.dtype), taps[:, 1:]], dim=-1)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from gss.ops import fast
 
 
-def normed(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
+def normalize(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm(x)`; on a GPU, without gradients and in reduced precision, rounded to that precision at once."""
     kind = fast.half(x) if fast.without_gradients() else None
     if kind is None:
@@ -15,5 +15,5 @@ def normed(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
 
     epsilon = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
     if isinstance(norm, nn.LayerNorm):
-        return stream.normed(x, norm.weight, norm.bias, epsilon, True, kind)
-    return stream.normed(x, norm.weight, None, epsilon, False, kind)
+        return stream.normalize(x, norm.weight, norm.bias, epsilon, True, kind)
+    return stream.normalize(x, norm.weight, None, epsilon, False, kind)

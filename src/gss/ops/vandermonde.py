@@ -2,7 +2,7 @@
 
 With a = exp(log_a), one matrix V[n, k] = a_n^k serves all of them:
 
-    evaluate(w, log_a, L)[k] = Re Σ_n w_n a_n^k      modes → taps: a kernel, a carried state's echo
+    evaluate(w, log_a, L)[k] = Re Σ_n w_n a_n^k      modes → taps: a kernel, a carried state's output
     project(v, log_a)[n]     =    Σ_k v_k a_n^k      taps → modes: a piece's final state, a kernel's gradient
 
 Each is the other's adjoint, so each is the other's backward pass too, and V is never built. Writing k = qP + r
@@ -11,7 +11,7 @@ only P powers, with P near √(R·L). Three consequences: V's memory is never ne
 of complex exponentials falls from N·L to about N·√L; and those few are taken in float64, so that a phase of a
 million radians keeps its accuracy in float32 use (the large factor of a phase never meets a float32).
 
-Shapes: G groups of modes, R rows a group: w [G, R, N] complex, v [G, R, L] real, log_a [G, N] complex128.
+Shapes: G groups of modes, R rows per group: w [G, R, N] complex, v [G, R, L] real, log_a [G, N] complex128.
 """
 
 import math
@@ -29,21 +29,14 @@ from gss.ops import fast
 _TABLE_BUDGET = 1 << 24
 
 
-def evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
-    """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`.
-
-    With a `table` of at least `length` powers of these modes, which `gss.ops.gpu.powers.table` makes, the products
-    have 16-bit operands.
-    """
-    return _Evaluate.apply(weights, log_a, length, table)
+def evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+    """Re Σ_n weights[g, r, n]·exp(log_a[g, n])^k for k < length: [G, R, L], in the precision of `weights`."""
+    return _Evaluate.apply(weights, log_a, length)
 
 
-def project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
-    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`; `table` as above.
-
-    With a table, values may have 16 bits; the sums have 32.
-    """
-    return _Project.apply(values, log_a, table)
+def project(values: Tensor, log_a: Tensor) -> Tensor:
+    """Σ_k values[g, r, k]·exp(log_a[g, n])^k: [G, R, N] complex, in the precision of `values`."""
+    return _Project.apply(values, log_a)
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -79,13 +72,9 @@ def _groups(groups: int, modes: int, tile: int, rows: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, groups, step))
 
 
-def _evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None = None) -> Tensor:
+def _evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
     groups, rows, modes = weights.shape
-    if table is not None:
-        from gss.ops.gpu.powers import evaluate_half
-
-        return evaluate_half(weights, table, length)
-    kernels = _kernels(weights.real, groups, rows)
+    kernels = _kernels(weights.real, groups)
     if kernels is not None:
         return kernels.evaluate(weights, log_a, length)
     dtype = weights.real.dtype
@@ -103,14 +92,10 @@ def _evaluate(weights: Tensor, log_a: Tensor, length: int, table: Tensor | None 
     return out[..., :length]
 
 
-def _project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tensor:
+def _project(values: Tensor, log_a: Tensor) -> Tensor:
     groups, rows, length = values.shape
     modes = log_a.shape[-1]
-    if table is not None:
-        from gss.ops.gpu.powers import project_half
-
-        return project_half(values, table)
-    kernels = _kernels(values, groups, rows)
+    kernels = _kernels(values, groups)
     if kernels is not None:
         return kernels.project(values, log_a)
     tile = _tile(rows, length)
@@ -130,17 +115,13 @@ def _project(values: Tensor, log_a: Tensor, table: Tensor | None = None) -> Tens
     return out
 
 
-def _kernels(like: Tensor, groups: int, rows: int) -> ModuleType | None:
-    """The GPU kernels that make powers on the fly: for modes of a channel's own, or for those that many rows share."""
-    if like.dtype != torch.float32 or not fast.usable(like.device):
+def _kernels(like: Tensor, groups: int) -> ModuleType | None:
+    """The GPU kernels for modes per channel; modes that all rows share make products large enough without."""
+    if groups == 1 or like.dtype != torch.float32 or not fast.usable(like.device):
         return None
-    if groups > 1:
-        from gss.ops.gpu import own_powers
+    from gss.ops.gpu import channel_powers
 
-        return own_powers
-    from gss.ops.gpu import powers
-
-    return powers if rows >= 32 else None
+    return channel_powers
 
 
 def _complex(planes: Tensor) -> Tensor:
@@ -155,38 +136,38 @@ def _with_ramp(values: Tensor) -> Tensor:
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int, table: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weights, log_a, table)
-        return _evaluate(weights, log_a, length, table)
+    def forward(ctx: Any, weights: Tensor, log_a: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(weights, log_a)
+        return _evaluate(weights, log_a, length)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        weights, log_a, table = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        weights, log_a = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return _project(grad, log_a, table).conj(), None, None, None
-        plain, ramped = _project(_with_ramp(grad), log_a, table).chunk(2, dim=1)
+            return _project(grad, log_a).conj(), None, None
+        plain, ramped = _project(_with_ramp(grad), log_a).chunk(2, dim=1)
         grad_log_a = (weights * ramped).sum(1, dtype=log_a.dtype).conj()
-        return plain.conj(), grad_log_a, None, None
+        return plain.conj(), grad_log_a, None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, log_a: Tensor, table: Tensor | None) -> Tensor:
-        ctx.save_for_backward(values, log_a, table)
-        return _project(values, log_a, table)
+    def forward(ctx: Any, values: Tensor, log_a: Tensor) -> Tensor:
+        ctx.save_for_backward(values, log_a)
+        return _project(values, log_a)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        values, log_a, table = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        values, log_a = ctx.saved_tensors
         length = values.shape[-1]
         grad_values = None
         if ctx.needs_input_grad[0]:
-            grad_values = _evaluate(grad.conj(), log_a, length, table).to(values.dtype)
+            grad_values = _evaluate(grad.conj(), log_a, length).to(values.dtype)
         grad_log_a = None
         if ctx.needs_input_grad[1]:
             ramp = torch.arange(length, dtype=grad.real.dtype, device=values.device)
-            ramped = _project(values * ramp, log_a, table)
+            ramped = _project(values * ramp, log_a)
             grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
-        return grad_values, grad_log_a, None
+        return grad_values, grad_log_a

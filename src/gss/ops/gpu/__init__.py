@@ -1,4 +1,4 @@
-"""GPU kernels, written in Triton: each module here speeds up the module of `gss.ops` that its own docstring names.
+"""GPU kernels, written in Triton: each module here speeds up what its own docstring names.
 
-Nothing outside `gss.ops` and the decoder imports these; `gss.ops.fast.usable` says when they may be.
+`gss.ops.fast` says when they may be imported.
 """

@@ -109,7 +109,7 @@ def convolve_rows(signal: Tensor, taps: Tensor) -> Tensor:
 
 @torch.library.custom_op("gss::convolve_rows_backward", mutates_args=())
 def convolve_rows_backward(grad: Tensor, signal: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `convolve_rows` by the signal and by the taps."""
+    """The gradients of `convolve_rows` with respect to the signal and the taps."""
     grad = contiguous(grad)
     grad_signal = convolve(grad, *spectrum(taps), transpose=True)
     return grad_signal, taps_of_spectrum(correlation(signal, grad, taps.shape[1]))

@@ -1,7 +1,7 @@
 """(φ(g + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ with one visit to each wide tensor: the fast path of `gss.ops.gate`.
 
 The gate is the widest thing in a layer (F = 4E), and on a GPU the time around the matrix products is the time to
-read and write tensors of that width. One kernel a direction does everything that is not a product: the forward one
+read and write tensors of that width. One kernel per direction does everything that is not a product: the forward one
 reads g and yW₃ᵀ and writes their gated product over the latter; the backward one reads these and the product's
 gradient, and writes the three tensors that the products need, with the biases' gradients summed on the way. W₃ is
 narrow (H = E/4), so yW₃ᵀ is computed again rather than kept. Saved between the two: g and y alone.
@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+ACTIVATIONS = ("gelu", "swish", "relu2", "relu")
+"""Those of `gss.choices` that the kernels have; `gss.ops.gate` leaves the others to PyTorch."""
 
 _TILE = {"BM": 4, "BN": 256, "STEPS": 64, "num_warps": 4}
 
@@ -33,8 +36,8 @@ def gate_gradients_(
     context_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient of the gated product, [M, F]: the gradients by the gate and by the context, the product, and
-    the sums over rows of the two gradients, [2, F]. The first is in the place of `grad`, the third of `context`.
+    """From the gradient of the gated product, [M, F]: those with respect to the gate and the context, the product,
+    and the two gradients' sums over rows, [2, F]. The first is in the place of `grad`, the third of `context`.
     """
     grad_context = torch.empty_like(gate)
     grid = _grid(gate)
@@ -82,7 +85,7 @@ def gated_output_backward(
     output: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `gated_output` by gate, y, context and output, and [2, F] by the two biases."""
+    """The gradients of `gated_output` with respect to gate, y, context, output and, [2, F], the two biases."""
     grad_gate, grad_context, product, grad_biases = gate_gradients_(
         grad @ output, y @ context.T, gate, gate_bias, context_bias, activation
     )
@@ -139,6 +142,7 @@ def activate(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive
     else:
+        tl.static_assert(ACTIVATION == "relu", "an activation that the kernels do not have")
         return tl.maximum(x, 0.0)
 
 
@@ -156,6 +160,7 @@ def _activate_with_slope(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive, 2.0 * positive
     else:
+        tl.static_assert(ACTIVATION == "relu", "an activation that the kernels do not have")
         return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
 
 

@@ -1,9 +1,10 @@
 """A signal convolved with the paper's kernel, with states: rows, the states between them, before and after them.
 
-What `gss.ops.rows.mix` composes from general pieces, as one operation with its gradient written out. Rows of T samples
-are convolved alone; a row's final state is a product with a table of powers, states pass from row to row, and their
-echo in the next row is a product with the same table. Between the products one kernel a direction goes along a
-channel's rows with all its modes in registers.
+Each row of T samples is convolved as if nothing came before it. What did come before reaches it through the state at
+its start, the same way that a carried state reaches a piece, so the cost per token does not grow with the length. A
+row's final state is a product with a table of powers, states pass from row to row, and what they add to the next row
+is a product with the same table. Between the products one kernel per direction goes along a channel's rows with all
+its modes in registers.
 
 In formulas, for the rows u_r of a channel, each of T_r samples (all but the last of T), a = e^λ and w = C·B̄·a:
     v_r = Σ_j u_r[j]·a^(T_r−1−j),   s_{r+1} = a^T_r·s_r + v_r,   y_r[k] += Re(w·s_r·a^k).
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gss.ops.gpu.fft import convolve, correlation, row_length, spectrum, taps_of_spectrum
-from gss.ops.gpu.powers import largest_of, table_of, times
+from gss.ops.gpu.powers import largest_of, load_pair, pack_row, store_pair, table_of, times
 from gss.ops.gpu.taps import from_modes, gradients_of, half_product, modes_and_drive
 from gss.ops.gpu.transpose import contiguous
 
@@ -39,7 +40,7 @@ def mix_long(
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
     count = modes.shape[0]
     row, rows, first, known = _rows(length, state is not None, keep_state)
-    table = table_of(modes, row)[0]
+    table = table_of(modes, row)
     y = convolve(signal, *spectrum(from_modes(drive, table, readout, skip)))
     sums, scale = _projected(signal, table, row, known, reverse=True)
     states = torch.empty(batch * channels, rows - first, 2 * count, device=signal.device)
@@ -67,32 +68,33 @@ def mix_long_backward(
     exponentiated: bool,
     carried: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `mix_long` by the signal, the four parameters and, if one was `carried`, the state."""
+    """The gradients of `mix_long` with respect to the signal, the four parameters and, if `carried`, the state."""
     batch, channels, length = signal.shape
     keep_state = grad_after.numel() > 0
     row, rows, first, known = _rows(length, carried, keep_state)
     grad = contiguous(grad)
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
     count = modes.shape[0]
-    table = table_of(modes, row)[0]
+    table = table_of(modes, row)
     taps = from_modes(drive, table, readout, skip)
     grad_signal = convolve(grad, *spectrum(taps), transpose=True)
     grad_taps = taps_of_spectrum(correlation(signal, grad, row))
 
-    echoes, echo_scale = _projected(grad, table, row, rows - first, first)
+    carried_sums, carried_scale = _projected(grad, table, row, rows - first, first)
     ramped, ramped_scale = _projected(grad, table, row, rows - first, first, ramp=True)
     inputs, input_scale = _projected(signal, table, row, known, reverse=True, ramp=True)
     packed, packed_scale = _room(batch * channels * known, 2 * count, signal)
     partial = torch.empty(2, batch, channels, 2, count, device=signal.device)
     grad_state = torch.empty(*_kept(signal, count, carried), device=signal.device)
     _pass_backward_kernel[(batch * channels,)](
-        echoes, echo_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after.contiguous(), grad_state,
-        modes, drive, readout, packed, packed_scale, partial, channels, row, length - (rows - 1) * row, rows, known,
+        carried_sums, carried_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after.contiguous(),
+        grad_state, modes, drive, readout, packed, packed_scale, partial,
+        channels, row, length - (rows - 1) * row, rows, known,
         **_constants(rows, count), FIRST=first, KEEP=keep_state, num_warps=4,
     )  # fmt: skip
     _add_rows(grad_signal, packed, table, packed_scale, row, reverse=True)
 
-    by_weight = partial[0].sum(0)  # of w, a channel
+    by_weight = partial[0].sum(0)  # of w, per channel
     by_log = partial[1].double().sum((0, 1))  # of λ through the powers
     of_parameters = gradients_of(grad_taps, modes, drive, table, readout, exponentiated, by_weight, by_log)
     return grad_signal, *of_parameters, grad_state
@@ -228,17 +230,15 @@ def _factors(modes, drive, readout, channel, row, last, KEEP: tl.constexpr, MODE
     """a^T, the last row's a^T_r, and w = C·B̄·a of a channel's modes, float32."""
     n = tl.arange(0, BN)
     mask = n < MODES
-    re = tl.load(modes + 2 * n, mask=mask, other=0.0)
-    im = tl.load(modes + 2 * n + 1, mask=mask, other=0.0)
+    re, im = load_pair(modes + 2 * n, mask)
     turn_re, turn_im = _power(re, im, row)
     last_re, last_im = turn_re, turn_im
     if KEEP:
         last_re, last_im = _power(re, im, last)
     step_re, step_im = _power(re, im, 1)
-    b_re = tl.load(drive + 2 * n, mask=mask, other=0.0).to(tl.float32)
-    b_im = tl.load(drive + 2 * n + 1, mask=mask, other=0.0).to(tl.float32)
-    at = readout + (channel * MODES + n) * 2
-    w_re, w_im = times(tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0), b_re, b_im)
+    b_re, b_im = load_pair(drive + 2 * n, mask)
+    c_re, c_im = load_pair(readout + (channel * MODES + n) * 2, mask)
+    w_re, w_im = times(c_re, c_im, b_re.to(tl.float32), b_im.to(tl.float32))
     w_re, w_im = times(w_re, w_im, step_re, step_im)
     return turn_re, turn_im, last_re, last_im, w_re, w_im, n, mask
 
@@ -252,21 +252,11 @@ def _load_sums(sums, scale, index, n, mask, MODES: tl.constexpr):
 
 
 @triton.jit
-def _pack(packed, packed_scale, index, re, im, n, mask, MODES: tl.constexpr):
-    """A row for a product with the table, in float16 over its largest."""
-    largest = largest_of(re, im)
-    at = packed + index * 2 * MODES + n
-    tl.store(at, (re / largest).to(tl.float16), mask=mask)
-    tl.store(at + MODES, (im / largest).to(tl.float16), mask=mask)
-    tl.store(packed_scale + index, largest)
-
-
-@triton.jit
 def _pass_kernel(
     sums, scale, modes, drive, readout, before, after, states, packed, packed_scale, channels, row, last, rows, known,
     MOST: tl.constexpr, FIRST: tl.constexpr, KEEP: tl.constexpr, MODES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """States at the rows' starts, and w·s packed for the product that gives their echo; then the state after all."""
+    """States at the rows' starts, w·s packed for the product that gives their output, and the state after all."""
     program = tl.program_id(0).to(tl.int64)
     turn_re, turn_im, last_re, last_im, w_re, w_im, n, mask = _factors(
         modes, drive, readout, program % channels, row, last, KEEP, MODES, BN
@@ -275,16 +265,15 @@ def _pass_kernel(
     re = tl.zeros((BN,), tl.float32)
     im = tl.zeros((BN,), tl.float32)
     if FIRST == 0:
-        re = tl.load(before + pair, mask=mask, other=0.0)
-        im = tl.load(before + pair + 1, mask=mask, other=0.0)
+        re, im = load_pair(before + pair, mask)
     for r in range(MOST):
         if (r >= FIRST) & (r < rows):
             index = program * (rows - FIRST) + r - FIRST
             at = states + index * 2 * MODES + n
             tl.store(at, re, mask=mask)
             tl.store(at + MODES, im, mask=mask)
-            echo_re, echo_im = times(re, im, w_re, w_im)
-            _pack(packed, packed_scale, index, echo_re, -echo_im, n, mask, MODES)
+            carried_re, carried_im = times(re, im, w_re, w_im)
+            pack_row(packed, packed_scale, index, carried_re, -carried_im, n, mask, MODES)
         if r < known:
             v_re, v_im = _load_sums(sums, scale, program * known + r, n, mask, MODES)
             is_last = r == rows - 1
@@ -292,21 +281,20 @@ def _pass_kernel(
             re += v_re
             im += v_im
     if KEEP:
-        tl.store(after + pair, re, mask=mask)
-        tl.store(after + pair + 1, im, mask=mask)
+        store_pair(after + pair, re, im, mask)
 
 
 @triton.jit
 def _pass_backward_kernel(
-    echoes, echo_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after, grad_state,
+    carried_sums, carried_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after, grad_state,
     modes, drive, readout, packed, packed_scale, partial, channels, row, last, rows, known,
     MOST: tl.constexpr, FIRST: tl.constexpr, KEEP: tl.constexpr, MODES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The adjoint, from the last row to the first, g being the gradient by the state after a row.
 
-    Of v it is g, packed for the product that gives the signal's gradient. With P, R the sums of an echo's gradient,
-    plain and weighted by k, and Q those of the inputs weighted: by w, Σ conj(P·s); by the state before the row,
-    conj(a^T_r)·g + conj(P·w); by λ, Σ T_r·conj(a^T_r·s)·g + g·conj(Q) + conj(w·s·R).
+    Of v it is g, packed for the product that gives the signal's gradient. With P, R the sums of a carried output's
+    gradient, plain and weighted by k, and Q those of the inputs weighted: by w, Σ conj(P·s); by the state before the
+    row, conj(a^T_r)·g + conj(P·w); by λ, Σ T_r·conj(a^T_r·s)·g + g·conj(Q) + conj(w·s·R).
     """
     program = tl.program_id(0).to(tl.int64)
     turn_re, turn_im, last_re, last_im, w_re, w_im, n, mask = _factors(
@@ -316,21 +304,20 @@ def _pass_backward_kernel(
     g_re = tl.zeros((BN,), tl.float32)
     g_im = tl.zeros((BN,), tl.float32)
     if KEEP:
-        g_re = tl.load(grad_after + pair, mask=mask, other=0.0)
-        g_im = tl.load(grad_after + pair + 1, mask=mask, other=0.0)
+        g_re, g_im = load_pair(grad_after + pair, mask)
     by_w_re = tl.zeros((BN,), tl.float32)
     by_w_im = tl.zeros((BN,), tl.float32)
     by_log_re = tl.zeros((BN,), tl.float32)
     by_log_im = tl.zeros((BN,), tl.float32)
     for step in range(MOST):
         r = MOST - 1 - step
-        hears = (r >= FIRST) & (r < rows)
-        heard = program * (rows - FIRST) + r - FIRST
-        s_re = tl.load(states + heard * 2 * MODES + n, mask=mask & hears, other=0.0)
-        s_im = tl.load(states + heard * 2 * MODES + MODES + n, mask=mask & hears, other=0.0)
+        carries = (r >= FIRST) & (r < rows)
+        carried_row = program * (rows - FIRST) + r - FIRST
+        s_re = tl.load(states + carried_row * 2 * MODES + n, mask=mask & carries, other=0.0)
+        s_im = tl.load(states + carried_row * 2 * MODES + MODES + n, mask=mask & carries, other=0.0)
         if r < known:
             index = program * known + r
-            _pack(packed, packed_scale, index, g_re, g_im, n, mask, MODES)
+            pack_row(packed, packed_scale, index, g_re, g_im, n, mask, MODES)
             q_re, q_im = _load_sums(inputs, input_scale, index, n, mask, MODES)
             re, im = times(g_re, g_im, q_re, -q_im)
             by_log_re += re
@@ -341,22 +328,21 @@ def _pass_backward_kernel(
             own = tl.where(is_last, last, row)
             by_log_re += re * own
             by_log_im += im * own
-        if hears:
-            p_re, p_im = _load_sums(echoes, echo_scale, heard, n, mask, MODES)
+        if carries:
+            p_re, p_im = _load_sums(carried_sums, carried_scale, carried_row, n, mask, MODES)
             re, im = times(p_re, p_im, w_re, w_im)
             g_re += re
             g_im -= im
             re, im = times(p_re, p_im, s_re, s_im)
             by_w_re += re
             by_w_im -= im
-            r_re, r_im = _load_sums(ramped, ramped_scale, heard, n, mask, MODES)
+            r_re, r_im = _load_sums(ramped, ramped_scale, carried_row, n, mask, MODES)
             re, im = times(s_re, s_im, w_re, w_im)
             re, im = times(re, im, r_re, r_im)
             by_log_re += re
             by_log_im -= im
     if FIRST == 0:
-        tl.store(grad_state + pair, g_re, mask=mask)
-        tl.store(grad_state + pair + 1, g_im, mask=mask)
+        store_pair(grad_state + pair, g_re, g_im, mask)
     out = partial + program * 2 * MODES + n
     plane = tl.num_programs(0).to(tl.int64) * 2 * MODES
     tl.store(out, by_w_re, mask=mask)

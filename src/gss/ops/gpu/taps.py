@@ -10,23 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import largest_of, pack_modes, table_of, times
+from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, store_pair, table_of, times
 
 
 @torch.library.custom_op("gss::taps", mutates_args=())
 def taps(log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool, row: int) -> Tensor:
     """K [H, T] with D in its first tap, float32; parameters as in `gss.nn.state_space`, T = `row`."""
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
-    return from_modes(drive, table_of(modes, row)[0], readout, skip)
+    return from_modes(drive, table_of(modes, row), readout, skip)
 
 
 @torch.library.custom_op("gss::taps_backward", mutates_args=())
 def taps_backward(
     grad: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, exponentiated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `taps` by the four parameters."""
+    """The gradients of `taps` with respect to the four parameters."""
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
-    table = table_of(modes, grad.shape[1])[0]
+    table = table_of(modes, grad.shape[1])
     return gradients_of(grad.contiguous(), modes, drive, table, readout, exponentiated)
 
 
@@ -65,7 +65,7 @@ def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -
 
 def from_modes(drive: Tensor, table: Tensor, readout: Tensor, skip: Tensor) -> Tensor:
     """`taps` from B̄ and a table of the powers of Ā."""
-    packed, scale = pack_modes(readout, -1.0, drive)
+    packed, scale = pack_modes(readout, drive)
     out = half_product(packed, table).mul_(scale.unsqueeze(-1))
     out[:, 0] += skip
     return out
@@ -115,15 +115,16 @@ def _modes_kernel(log_decay, frequency, modes, drive, count, EXPONENTIATED: tl.c
     im = tl.load(frequency + n, mask=mask, other=0.0).to(tl.float64)
     if EXPONENTIATED:
         im = tl.exp(im)
-    size = tl.exp(re)
+    decay = tl.exp(re)
     half = tl.sin(0.5 * im)
-    top_re = (size - 1.0) * tl.cos(im) - 2.0 * half * half  # e^λ − 1, without the cancellation at small angles
-    top_im = size * tl.sin(im)
-    below = re * re + im * im
-    tl.store(modes + 2 * n, re, mask=mask)
-    tl.store(modes + 2 * n + 1, im, mask=mask)
-    tl.store(drive + 2 * n, (top_re * re + top_im * im) / below, mask=mask)
-    tl.store(drive + 2 * n + 1, (top_im * re - top_re * im) / below, mask=mask)
+    top_re = (decay - 1.0) * tl.cos(im) - 2.0 * half * half  # e^λ − 1, without the cancellation at small angles
+    top_im = decay * tl.sin(im)
+    size = re * re + im * im
+    still = size == 0.0  # the limit of (e^λ − 1)/λ is 1
+    size = tl.where(still, 1.0, size)
+    store_pair(modes + 2 * n, re, im, mask)
+    drive_re = tl.where(still, 1.0, (top_re * re + top_im * im) / size)
+    store_pair(drive + 2 * n, drive_re, (top_im * re - top_re * im) / size, mask)
 
 
 @triton.jit
@@ -139,11 +140,6 @@ def _pack_ramp_kernel(values, packed, scale, rows, length, BL: tl.constexpr):
 
 
 @triton.jit
-def _load_pair(base, at, mask):
-    return tl.load(base + at, mask=mask, other=0.0), tl.load(base + at + 1, mask=mask, other=0.0)
-
-
-@triton.jit
 def _gradients_kernel(
     sums, scale, readout, modes, drive, by_weight, by_log, grad_readout, grad_decay, grad_frequency,
     count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
@@ -151,8 +147,8 @@ def _gradients_kernel(
     """With P = Σ g_k a^k and R = Σ k·g_k a^k a channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     exists = n < count
-    b_re, b_im = _load_pair(drive, 2 * n, exists)
-    re, im = _load_pair(modes, 2 * n, exists)
+    b_re, b_im = load_pair(drive + 2 * n, exists)
+    re, im = load_pair(modes + 2 * n, exists)
     a_re, a_im = times(re, im, b_re, b_im)  # e^λ = 1 + λ·B̄
     a_re += 1.0
     by_drive_re = tl.zeros((BH, BN), tl.float32)
@@ -174,7 +170,7 @@ def _gradients_kernel(
         r_re = tl.load(below + at, mask=mask, other=0.0) * ramp
         r_im = tl.load(below + at + count, mask=mask, other=0.0) * ramp
         pair = (h[:, None] * count + n[None, :]) * 2
-        c_re, c_im = _load_pair(readout, pair, mask)
+        c_re, c_im = load_pair(readout + pair, mask)
         w_re, w_im = times(c_re, c_im, f_re, f_im)
         log_re, log_im = times(w_re, w_im, r_re, r_im)
         by_log_re += log_re
@@ -189,16 +185,17 @@ def _gradients_kernel(
             by_log_re += log_re
             by_log_im += log_im
         out_re, out_im = times(g_re, g_im, f_re, -f_im)
-        tl.store(grad_readout + pair, out_re, mask=mask)
-        tl.store(grad_readout + pair + 1, out_im, mask=mask)
+        store_pair(grad_readout + pair, out_re, out_im, mask)
         out_re, out_im = times(g_re, g_im, c_re, -c_im)
         by_drive_re += out_re
         by_drive_im += out_im
     drive_re = tl.sum(by_drive_re, 0).to(tl.float64)
     drive_im = tl.sum(by_drive_im, 0).to(tl.float64)
-    # dB̄/dλ = (e^λ − B̄)/λ
-    size = tl.where(exists, re * re + im * im, 1.0)
+    # dB̄/dλ = (e^λ − B̄)/λ, ½ at λ = 0
+    still = (re == 0.0) & (im == 0.0)
+    size = tl.where(still, 1.0, re * re + im * im)
     slope_re, slope_im = times(a_re - b_re, a_im - b_im, re / size, -im / size)
+    slope_re = tl.where(still, 0.5, slope_re)
     total_re, total_im = times(drive_re, drive_im, slope_re, -slope_im)
     total_re += tl.sum(by_log_re, 0)
     total_im += tl.sum(by_log_im, 0)

@@ -1,4 +1,4 @@
-"""Sums of powers where each channel has modes of its own, as in DSS: `gss.ops.gpu.powers` is for shared ones.
+"""Sums of powers where the modes are per channel, as in DSS: the fast path of `gss.ops.vandermonde` for them.
 
 With k = 64·q + p a power is a^(64q)·a^p, so a row of taps is a matrix of q by p and either sum one product with a table
 of 64 powers, made on the fly: for 4,096 taps a 32nd of the powers, and nothing is written but the result. float32,
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import powers_of
+from gss.ops.gpu.powers import load_pair, powers_of
 
 _TILE = 64
 _MODES = 32
@@ -41,11 +41,6 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load_pair(base, at, mask):
-    return tl.load(base + 2 * at, mask=mask, other=0.0), tl.load(base + 2 * at + 1, mask=mask, other=0.0)
-
-
-@triton.jit
 def _evaluate_kernel(weights, log_a, out, rows, length, MODES: tl.constexpr, T: tl.constexpr, BN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
@@ -54,8 +49,8 @@ def _evaluate_kernel(weights, log_a, out, rows, length, MODES: tl.constexpr, T: 
     total = tl.zeros((T, T), tl.float32)
     for start in range(0, MODES, BN):
         n = start + tl.arange(0, BN)
-        log_re, log_im = _load_pair(log_a, group * MODES + n, n < MODES)
-        w_re, w_im = _load_pair(weights, row * MODES + n, n < MODES)
+        log_re, log_im = load_pair(log_a + 2 * (group * MODES + n), n < MODES)
+        w_re, w_im = load_pair(weights + 2 * (row * MODES + n), n < MODES)
         far_re, far_im = powers_of(log_re[None, :], log_im[None, :], (T * q).to(tl.float64)[:, None])
         near_re, near_im = powers_of(log_re[:, None], log_im[:, None], p.to(tl.float64)[None, :])
         left_re = w_re[None, :] * far_re - w_im[None, :] * far_im
@@ -74,7 +69,7 @@ def _project_kernel(
     group = row // rows
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     p = tl.arange(0, T)
-    log_re, log_im = _load_pair(log_a, group * MODES + n, n < MODES)
+    log_re, log_im = load_pair(log_a + 2 * (group * MODES + n), n < MODES)
     near_re, near_im = powers_of(log_re[None, :], log_im[None, :], p.to(tl.float64)[:, None])
     sum_re = tl.zeros((T, BN), tl.float32)
     sum_im = tl.zeros((T, BN), tl.float32)

@@ -1,0 +1,87 @@
+"""Every choice that a configuration names and a computation makes, listed once.
+
+To add an activation, a norm, a discretisation or a kind of layer, add it here: configurations, command line, layers
+and kernels read these tables. This module imports no torch until a choice is used, so that a command line can check
+its arguments at once.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.
+
+
+def _gelu(x: "Tensor") -> "Tensor":
+    from torch.nn.functional import gelu
+
+    return gelu(x)
+
+
+def _swish(x: "Tensor") -> "Tensor":
+    from torch.nn.functional import silu
+
+    return silu(x)
+
+
+ACTIVATIONS: "dict[str, Callable[[Tensor], Tensor]]" = {
+    "gelu": _gelu,
+    "relu2": lambda x: x.relu().square(),
+    "swish": _swish,
+    "relu": lambda x: x.relu(),
+}
+
+NORMS: dict[str, str] = {"layernorm": "torch.nn.LayerNorm", "rmsnorm": "torch.nn.RMSNorm"}
+"""Classes over the last dimension: with scale and bias, or with scale alone."""
+
+
+# Discretisations: (λ, Δ) to (log Ā, B̄), where the continuous x' = λx + u becomes x_k = Ā x_{k−1} + B̄ u_k.
+
+
+def _zero_order_hold(eigenvalue: "Tensor", step: "Tensor") -> "tuple[Tensor, Tensor]":
+    """The input is constant between samples: Ā = e^λΔ, B̄ = (e^λΔ − 1)/λ, whose limit at λ = 0 is Δ + λΔ²/2."""
+    scaled = eigenvalue * step
+    still = eigenvalue == 0
+    return scaled, (scaled.expm1() / eigenvalue.masked_fill(still, 1)).where(~still, step * (1 + scaled / 2))
+
+
+def _bilinear(eigenvalue: "Tensor", step: "Tensor") -> "tuple[Tensor, Tensor]":
+    """The trapezoidal rule: Ā = (1 + λΔ/2)/(1 − λΔ/2), B̄ = Δ/(1 − λΔ/2). At λΔ = −2, Ā is 0: so is e^−1000."""
+    half = eigenvalue * step / 2
+    gone = half == -1
+    return (2 * half.masked_fill(gone, 0).atanh()).masked_fill(gone, -1000), step / (1 - half)
+
+
+DISCRETIZATIONS: "dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]" = {
+    "zoh": _zero_order_hold,
+    "bilinear": _bilinear,
+}
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer: the class that makes it from a `ModelConfig`."""
+
+    path: str
+    dropout: bool = False
+    """Whether it drops activations in training; the paper's own are trained without."""
+
+
+LAYERS: dict[str, LayerKind] = {
+    "gss": LayerKind("gss.nn.gss.GSSLayer"),
+    "dss": LayerKind("gss.nn.dss.DSSBlock"),
+    "attention": LayerKind("gss.nn.attention.TransformerBlock"),
+    "slide": LayerKind("gss.nn.window_attention.SlideLayer", dropout=True),
+    "xl": LayerKind("gss.nn.window_attention.XLLayer", dropout=True),
+    "recurrent": LayerKind("gss.nn.block_recurrent.RecurrentLayer", dropout=True),
+    "feedback": LayerKind("gss.nn.block_recurrent.FeedbackLayer", dropout=True),
+}
+"""What a model's pattern may name."""
+
+
+def load(path: str) -> Any:
+    """The class at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
