@@ -16,7 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
 # Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
 WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
-ALL_FAMILIES = (*FAMILIES, *WINDOW_FAMILIES)
+ALL_FAMILIES = (*FAMILIES, "llama", *WINDOW_FAMILIES)
+SLIDING = "llama-sliding"
+"""For `small_config`: llama with a window of 8 tokens and QK-norm, which no preset has."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,9 @@ def small_config(family: str, **overrides: object) -> gss.ModelConfig:
         "attention.window": 8,
         "recurrent": {"vectors": 5, "blocks": 2, "block": 1},
     }
+    if family == SLIDING:
+        family = "llama"
+        sizes |= {"attention.sliding": 8, "attention.qk_norm": True}
     if family.startswith("rec-"):
         sizes["pattern"] = ("slide", "recurrent")
     if family.startswith("feedback-"):

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 import gss
 from tests.comparing import relative_error, run, run_prefixes
-from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, small_config
 
+LONG = (*FAMILIES, SLIDING)  # the others in shorter tests
+EVERY = (*ALL_FAMILIES, SLIDING)
 LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -32,7 +34,7 @@ def random_sizes(total: int, most: int, generator: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LONG)
 def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None:
     model = gss.build_model(small_config(family)).to(dtype)
     tokens = torch.randint(0, 61, (batch, LENGTHS[-1]))
@@ -44,7 +46,7 @@ def test_whole_pieces_steps(family: str, batch: int, dtype: torch.dtype) -> None
         assert_same(steps, whole, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_layer_keeps_no_state_that_nobody_asked_for(family: str) -> None:
     model = gss.build_model(small_config(family))
     for layer in model.sequence_layers():
@@ -53,7 +55,7 @@ def test_a_layer_keeps_no_state_that_nobody_asked_for(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LONG)
 def test_whole_and_pieces_at_16384(family: str, dtype: torch.dtype) -> None:
     """Logits and gradients; the pieces end in a hundred single steps."""
     shallow = {"depth": 1} if family == "transformer" else {}  # all pairs of positions take their time
@@ -77,7 +79,7 @@ def test_steps_at_16384() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LONG)
 def test_gradients_through_16384_steps(family: str, dtype: torch.dtype) -> None:
     # The graph keeps every step's whole cache: a key and a value of one number each are what fits in memory.
     narrow = {"depth": 1, "attention.heads": 1, "attention.head_width": 1} if family == "transformer" else {}
@@ -92,14 +94,15 @@ OPTIONS = [
     {"state_space.imaginary": "plain"},
     {"state_space.step_range": [0.01, 0.1]},
     {"activation": "relu2", "norm": "rmsnorm", "bias": False},
-    {"activation": "swish", "attention.head_width": 3},
-    {"attention.chunk": 7, "positions": "sinusoidal"},
+    {"activation": "swish", "attention.head_width": 6},
+    {"attention.chunk": 7, "attention.sliding": None, "positions": "sinusoidal"},
+    {"attention.sliding": 5, "attention.chunk": None, "positions": "rotary", "feedforward": "gated"},
 ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    family=st.sampled_from(ALL_FAMILIES),
+    family=st.sampled_from(EVERY),
     options=st.sampled_from(OPTIONS),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     batch=st.integers(1, 3),
@@ -111,7 +114,7 @@ def test_any_pieces(family: str, options: dict[str, object], sizes: list[int], b
     assert_same(run(model, tokens, sizes), run(model, tokens, [sum(sizes)]), 1e-10)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_initial_state_is_no_state(family: str) -> None:
     model = gss.build_model(small_config(family)).double()
     tokens = torch.randint(0, 61, (2, 30))
@@ -121,7 +124,7 @@ def test_initial_state_is_no_state(family: str) -> None:
     assert torch.equal(state.position, expected_state.position)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_gradient_reaches_what_made_the_state(family: str) -> None:
     model = gss.build_model(small_config(family)).double()
     tokens = torch.randint(0, 61, (1, 20))
@@ -133,7 +136,7 @@ def test_gradient_reaches_what_made_the_state(family: str) -> None:
     assert not any(t.requires_grad for layer in detached.layers for t in layer.values())
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_state_is_a_value(family: str) -> None:
     """Going on from a state leaves it as it was, so two continuations can share it."""
     model = gss.build_model(small_config(family)).double()
@@ -148,7 +151,7 @@ def test_a_state_is_a_value(family: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 9])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_rows_at_different_positions(family: str, length: int) -> None:
     """Sequences read to different points, joined: each goes on as if alone. Then one is reset, one branched."""
     model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
@@ -171,7 +174,7 @@ def test_rows_at_different_positions(family: str, length: int) -> None:
     assert relative_error(branched[0], branched[1]) < 1e-12
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_packed_documents_are_read_alone(family: str) -> None:
     model = gss.build_model(small_config(family, **{"attention.chunk": 8} if family == "gss-hybrid" else {})).double()
     tokens = torch.randint(0, 61, (2, 60))

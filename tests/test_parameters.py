@@ -62,6 +62,12 @@ def test_larger_small_presets_are_in_the_papers_proportions(name: str, millions:
     assert gss.preset(f"{family}-l") == gss.preset(family, depth=2 * gss.preset(family).depth)
 
 
+@pytest.mark.parametrize(("name", "millions"), [("llama", 199.8), ("llama-small", 45.36)])
+def test_llama_counts(name: str, millions: float) -> None:
+    vocabulary = 32_000 if name == "llama" else 32_128
+    assert account(gss.preset(name, vocab_size=vocabulary)).parameters == pytest.approx(millions * 1e6, rel=0.001)
+
+
 @pytest.mark.parametrize("name", gss.PRESETS)
 def test_accounts_are_the_built_model(name: str) -> None:
     config = gss.preset(name)
@@ -87,6 +93,12 @@ def test_flops() -> None:
     assert flops_per_token(config, 4096) == dense + attention
     chunked = gss.preset("transformer", depth=1, attention={"chunk": 512})
     assert flops_per_token(chunked, 4096) == flops_per_token(config, 512)
+    sliding = gss.preset("transformer", depth=1, attention={"sliding": 512})
+    keys = (512 * 513 / 2 + (4096 - 512) * 512) / 4096
+    assert flops_per_token(sliding, 4096) == dense + 4 * 1024 * keys
+    assert flops_per_token(sliding, 300) == flops_per_token(config, 300)
+    gated = gss.preset("transformer", depth=1, feedforward="gated")
+    assert account(gated).flops["dense"] == dense + 2 * 1024 * 4096
 
 
 def test_presets_are_listed() -> None:

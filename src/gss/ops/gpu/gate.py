@@ -132,21 +132,6 @@ def _below(x):
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """φ(x)."""
-    if ACTIVATION == "gelu":
-        return x * _below(x)
-    elif ACTIVATION == "swish":
-        return x * tl.sigmoid(x)
-    elif ACTIVATION == "relu2":
-        positive = tl.maximum(x, 0.0)
-        return positive * positive
-    else:
-        tl.static_assert(ACTIVATION == "relu", "an activation that the kernels do not have")
-        return tl.maximum(x, 0.0)
-
-
-@triton.jit
 def _activate_with_slope(x, ACTIVATION: tl.constexpr):
     """φ(x) and φ'(x)."""
     if ACTIVATION == "gelu":
@@ -203,7 +188,8 @@ def _gate_kernel(
         mask = (m < rows)[:, None] & (n < width)[None, :]
         g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
         c = _load(context + where, mask, EVEN).to(tl.float32) + b3
-        _store(context + where, (activate(g, ACTIVATION) * c).to(context.dtype.element_ty), mask, EVEN)
+        value, _ = _activate_with_slope(g, ACTIVATION)
+        _store(context + where, (value * c).to(context.dtype.element_ty), mask, EVEN)
 
 
 @triton.jit
