@@ -21,7 +21,7 @@ from gss.ops.vandermonde import evaluate, project
 from tests.comparing import relative_error
 
 pytest.importorskip("triton")
-from gss.ops.gpu import channel_powers, cross_entropy, fft, gate, long, stream, taps, transpose
+from gss.ops.gpu import channel_powers, cross_entropy, fft, gate, long, powers, stream, taps, transpose
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -43,6 +43,15 @@ def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tenso
 def compare(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert relative_error(a.cpu(), b.cpu()) < tolerance, i
+
+
+def taps_and_gradients(parameters: list[Tensor], grad: Tensor, exponentiated: bool) -> list[Tensor]:
+    """The kernel from log_decay, frequency, readout and skip, then the gradient with respect to each."""
+    log_decay, frequency, readout, skip = (t.to(DEVICE) for t in parameters)
+    modes, drive = taps.modes_and_drive(log_decay, frequency, exponentiated)
+    table = powers.table_of(modes, grad.shape[1])
+    out = taps.from_modes(drive, table, readout, skip)
+    return [out, *taps.gradients_of(grad.to(DEVICE), modes, drive, table, readout, exponentiated)]
 
 
 def by_definition(signal: Tensor, taps: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def test_a_mode_that_stands_still() -> None:
 
     grad = torch.randn(3, 512) * torch.exp(-torch.arange(512) / 100)
     inputs = [log_decay, frequency, readout, skip]
-    found = gradients(lambda *ps: taps.taps(*ps, False, 512), [t.to(DEVICE) for t in inputs], grad.to(DEVICE))
+    found = taps_and_gradients(inputs, grad, False)
     compare(found, gradients(plainly, [t.double() for t in inputs], grad.double()), HALF)
 
 
@@ -204,11 +213,8 @@ def test_taps_from_parameters(imaginary: str) -> None:
         taps = reference.kernel(torch.view_as_complex(readout), eigenvalue, 512)
         return torch.cat([taps[:, :1] + skip[:, None], taps[:, 1:]], dim=1)
 
-    def on_gpu(*parameters: Tensor) -> Tensor:
-        return taps.taps(*parameters, imaginary == "exp", 512)
-
     grad = torch.randn(5, 512) * torch.exp(-torch.arange(512) / 100)
-    found = gradients(on_gpu, [t.to(DEVICE) for t in inputs], grad.to(DEVICE))
+    found = taps_and_gradients(inputs, grad, imaginary == "exp")
     compare(found, gradients(plainly, [t.double() for t in inputs], grad.double()), HALF)
 
 

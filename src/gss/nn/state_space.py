@@ -90,23 +90,20 @@ class DiagonalStateSpace(nn.Module):
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        """By kernels that want channels first: the paper's form at any length, others where one row of the FFT holds
-        the signal and no state is asked for.
+        """By kernels that want channels first: the paper's form always, others where one row of the FFT holds the
+        signal and no state is asked for.
         """
         from gss.ops.gpu import fft, long
-        from gss.ops.gpu.taps import taps
         from gss.ops.gpu.transpose import swapped
 
-        paper = self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32
-        parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
+        if self.log_step is None and self.config.discretization == "zoh" and self.readout.dtype == torch.float32:
+            parameters = (self.log_decay, self.frequency, self.readout, self.skip, self.config.imaginary == "exp")
+            y, after, *_ = long.mix_long(swapped(u), *parameters, state, keep_state)
+            return swapped(y), after if keep_state else None
         row = fft.row_length(u.shape[1])
         if state is None and not keep_state and u.shape[1] <= row:
-            own = taps(*parameters, row) if paper else self.taps(row)
-            return swapped(fft.convolve_rows(swapped(u), own)), None
-        if not paper:
-            return self._mix(u, state, keep_state)
-        y, after, _ = long.mix_long(swapped(u), *parameters, state, keep_state)
-        return swapped(y), after if keep_state else None
+            return swapped(fft.convolve_rows(swapped(u), self.taps(row))), None
+        return self._mix(u, state, keep_state)
 
     @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:

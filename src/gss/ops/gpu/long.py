@@ -32,27 +32,29 @@ def mix_long(
     exponentiated: bool,
     state: Tensor | None,
     keep_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y = D·u + K∗u for u [B, H, L] of 16 bits, going on from a state [B, H, N, 2] (None: zeros); the next state, empty
-    unless it is to be kept; and the states at rows' starts, for the gradient alone.
+    unless it is to be kept; and, for the gradient alone, the states at rows' starts and a row's taps.
     """
     batch, channels, length = signal.shape
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
     count = modes.shape[0]
     row, rows, first, known = _rows(length, state is not None, keep_state)
     table = table_of(modes, row)
-    y = convolve(signal, *spectrum(from_modes(drive, table, readout, skip)))
-    sums, scale = _projected(signal, table, row, known, reverse=True)
+    taps = from_modes(drive, table, readout, skip)
+    y = convolve(signal, *spectrum(taps))
     states = torch.empty(batch * channels, rows - first, 2 * count, device=signal.device)
-    packed, packed_scale = _room(batch * channels * (rows - first), 2 * count, signal)
     after = torch.empty(*_kept(signal, count, keep_state), device=signal.device)
-    _pass_kernel[(batch * channels,)](
-        sums, scale, modes, drive, readout, None if state is None else state.contiguous(), after,
-        states, packed, packed_scale, channels, row, length - (rows - 1) * row, rows, known,
-        **_constants(rows, count), FIRST=first, KEEP=keep_state, num_warps=4,
-    )  # fmt: skip
-    _add_rows(y, packed, table, packed_scale, row, first)
-    return y, after, states
+    if rows > first or known:
+        sums, scale = _projected(signal, table, row, known, reverse=True)
+        packed, packed_scale = _room(batch * channels * (rows - first), 2 * count, signal)
+        _pass_kernel[(batch * channels,)](
+            sums, scale, modes, drive, readout, None if state is None else state.contiguous(), after,
+            states, packed, packed_scale, channels, row, length - (rows - 1) * row, rows, known,
+            **_constants(rows, count), FIRST=first, KEEP=keep_state, num_warps=4,
+        )  # fmt: skip
+        _add_rows(y, packed, table, packed_scale, row, first)
+    return y, after, states, taps
 
 
 @torch.library.custom_op("gss::mix_long_backward", mutates_args=())
@@ -60,11 +62,11 @@ def mix_long_backward(
     grad: Tensor,
     grad_after: Tensor,
     states: Tensor,
+    taps: Tensor,
     signal: Tensor,
     log_decay: Tensor,
     frequency: Tensor,
     readout: Tensor,
-    skip: Tensor,
     exponentiated: bool,
     carried: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -76,26 +78,25 @@ def mix_long_backward(
     modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
     count = modes.shape[0]
     table = table_of(modes, row)
-    taps = from_modes(drive, table, readout, skip)
     grad_signal = convolve(grad, *spectrum(taps), transpose=True)
     grad_taps = taps_of_spectrum(correlation(signal, grad, row))
-
-    carried_sums, carried_scale = _projected(grad, table, row, rows - first, first)
-    ramped, ramped_scale = _projected(grad, table, row, rows - first, first, ramp=True)
-    inputs, input_scale = _projected(signal, table, row, known, reverse=True, ramp=True)
-    packed, packed_scale = _room(batch * channels * known, 2 * count, signal)
-    partial = torch.empty(2, batch, channels, 2, count, device=signal.device)
     grad_state = torch.empty(*_kept(signal, count, carried), device=signal.device)
-    _pass_backward_kernel[(batch * channels,)](
-        carried_sums, carried_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after.contiguous(),
-        grad_state, modes, drive, readout, packed, packed_scale, partial,
-        channels, row, length - (rows - 1) * row, rows, known,
-        **_constants(rows, count), FIRST=first, KEEP=keep_state, num_warps=4,
-    )  # fmt: skip
-    _add_rows(grad_signal, packed, table, packed_scale, row, reverse=True)
-
-    by_weight = partial[0].sum(0)  # of w, per channel
-    by_log = partial[1].double().sum((0, 1))  # of λ through the powers
+    by_weight = by_log = None
+    if rows > first or known:
+        carried_sums, carried_scale = _projected(grad, table, row, rows - first, first)
+        ramped, ramped_scale = _projected(grad, table, row, rows - first, first, ramp=True)
+        inputs, input_scale = _projected(signal, table, row, known, reverse=True, ramp=True)
+        packed, packed_scale = _room(batch * channels * known, 2 * count, signal)
+        partial = torch.empty(2, batch, channels, 2, count, device=signal.device)
+        _pass_backward_kernel[(batch * channels,)](
+            carried_sums, carried_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after.contiguous(),
+            grad_state, modes, drive, readout, packed, packed_scale, partial,
+            channels, row, length - (rows - 1) * row, rows, known,
+            **_constants(rows, count), FIRST=first, KEEP=keep_state, num_warps=4,
+        )  # fmt: skip
+        _add_rows(grad_signal, packed, table, packed_scale, row, reverse=True)
+        by_weight = partial[0].sum(0)  # of w, per channel
+        by_log = partial[1].double().sum((0, 1))  # of λ through the powers
     of_parameters = gradients_of(grad_taps, modes, drive, table, readout, exponentiated, by_weight, by_log)
     return grad_signal, *of_parameters, grad_state
 
@@ -103,27 +104,28 @@ def mix_long_backward(
 @mix_long.register_fake
 def _(signal, log_decay, frequency, readout, skip, exponentiated, state, keep_state):
     batch, channels, length = signal.shape
-    _, rows, first, _ = _rows(length, state is not None, keep_state)
+    row, rows, first, _ = _rows(length, state is not None, keep_state)
     count = log_decay.shape[0]
     after = signal.new_empty(_kept(signal, count, keep_state), dtype=torch.float32)
     states = signal.new_empty(batch * channels, rows - first, 2 * count, dtype=torch.float32)
-    return torch.empty_like(signal), after, states
+    return torch.empty_like(signal), after, states, readout.new_empty(channels, row)
 
 
 @mix_long_backward.register_fake
-def _(grad, grad_after, states, signal, log_decay, frequency, readout, skip, exponentiated, carried):
+def _(grad, grad_after, states, taps, signal, log_decay, frequency, readout, exponentiated, carried):
     grad_state = signal.new_empty(_kept(signal, log_decay.shape[0], carried), dtype=torch.float32)
-    return *(torch.empty_like(t) for t in (signal, log_decay, frequency, readout, skip)), grad_state
+    grads = (torch.empty_like(t) for t in (signal, log_decay, frequency, readout))
+    return *grads, readout.new_empty(readout.shape[0]), grad_state
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.exponentiated, state, _ = inputs
+    *tensors, _, ctx.exponentiated, state, _ = inputs
     ctx.carried = state is not None
-    ctx.save_for_backward(output[2], *tensors)
-    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*output[2:], *tensors)
+    ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx, grad, grad_after, _):
+def _backward(ctx, grad, grad_after, *_):
     *grads, grad_state = mix_long_backward(grad, grad_after, *ctx.saved_tensors, ctx.exponentiated, ctx.carried)
     return *grads, None, grad_state if ctx.carried else None, None
 

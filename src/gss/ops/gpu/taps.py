@@ -10,47 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, store_pair, table_of, times
-
-
-@torch.library.custom_op("gss::taps", mutates_args=())
-def taps(log_decay: Tensor, frequency: Tensor, readout: Tensor, skip: Tensor, exponentiated: bool, row: int) -> Tensor:
-    """K [H, T] with D in its first tap, float32; parameters as in `gss.nn.state_space`, T = `row`."""
-    modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
-    return from_modes(drive, table_of(modes, row), readout, skip)
-
-
-@torch.library.custom_op("gss::taps_backward", mutates_args=())
-def taps_backward(
-    grad: Tensor, log_decay: Tensor, frequency: Tensor, readout: Tensor, exponentiated: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `taps` with respect to the four parameters."""
-    modes, drive = modes_and_drive(log_decay, frequency, exponentiated)
-    table = table_of(modes, grad.shape[1])
-    return gradients_of(grad.contiguous(), modes, drive, table, readout, exponentiated)
-
-
-@taps.register_fake
-def _(log_decay, frequency, readout, skip, exponentiated, row):
-    return readout.new_empty(readout.shape[0], row)
-
-
-@taps_backward.register_fake
-def _(grad, log_decay, frequency, readout, exponentiated):
-    parameters = (torch.empty_like(p) for p in (log_decay, frequency, readout))
-    return (*parameters, grad.new_empty(grad.shape[0]))
-
-
-def _save(ctx, inputs, output):
-    log_decay, frequency, readout, _, ctx.exponentiated, _ = inputs
-    ctx.save_for_backward(log_decay, frequency, readout)
-
-
-def _backward(ctx, grad):
-    return *taps_backward(grad, *ctx.saved_tensors, ctx.exponentiated), None, None
-
-
-taps.register_autograd(_backward, setup_context=_save)
+from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, store_pair, times
 
 
 def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
@@ -64,7 +24,9 @@ def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -
 
 
 def from_modes(drive: Tensor, table: Tensor, readout: Tensor, skip: Tensor) -> Tensor:
-    """`taps` from B̄ and a table of the powers of Ā."""
+    """K [H, T] with D in its first tap, float32, from B̄, a table of the powers of Ā and parameters as in
+    `gss.nn.state_space`.
+    """
     packed, scale = pack_modes(readout, drive)
     out = half_product(packed, table).mul_(scale.unsqueeze(-1))
     out[:, 0] += skip
