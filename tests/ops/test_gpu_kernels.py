@@ -303,7 +303,7 @@ def test_norms(shape: tuple[int, ...], kind: str) -> None:
         torch.nn.init.normal_(bias)
     x = torch.randn(shape) * 3 + 1
     exact, norm = copy.deepcopy(norm).double(), norm.to(DEVICE)
-    found = stream.normalize(
+    found = stream.normalize_to(
         x.to(DEVICE), norm.weight, getattr(norm, "bias", None), norm.eps, kind == "layernorm", torch.float16
     )
     assert found.dtype == torch.float16

@@ -105,7 +105,7 @@ class WindowAttention(nn.Module):
         attended = attend(queries, keys, values, bias)
         if previous is None:
             return attended
-        # A mask a row would take a bias a row; a second pass over half of the keys is less.
+        # A mask per row would take a bias per row; a second pass over half of the keys is less.
         alone = self.in_window(queries, own, None, bias)
         return torch.where(previous[:, None, None, None], attended, alone)
 

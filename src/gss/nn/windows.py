@@ -1,6 +1,6 @@
 """Where tokens lie in windows of W: the bookkeeping of layers whose memory moves on a window at a time.
 
-A cache holds 2W slots a row: the window before the current one, then the current one as far as it has been read,
+A cache holds 2W slots per row: the window before the current one, then the current one as far as it has been read,
 zeros beyond. A piece of any length is laid out after what its row has read; rows may stand at different places in
 their windows. Knows indices alone: nothing of attention, parameters or what the slots hold.
 """
@@ -19,7 +19,7 @@ class Windows:
     def __init__(self, window: int, length: int, position: Tensor | None = None) -> None:
         self.window, self.length, self.position = window, length, position
         self.single = position is not None and length == 1
-        """One token a row: it is computed alone, wherever in its window it lies."""
+        """One token per row: it is computed alone, wherever in its window it lies."""
         self.offset: Tensor | None = None
         self.index: Tensor | None = None
         """[B, L], every token's slot; None when rows are laid out as they are, from slot 0 on."""

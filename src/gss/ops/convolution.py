@@ -1,4 +1,4 @@
-"""Causal convolution of a signal [B, L, H] with a kernel [H, L] a channel, by FFT, for any length."""
+"""Causal convolution of a signal [B, L, H] with a kernel per channel [H, L], by FFT, for any length."""
 
 from typing import Any
 

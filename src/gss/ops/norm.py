@@ -9,11 +9,10 @@ from gss.ops import fast
 def normalize(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm(x)`; on a GPU, without gradients and in reduced precision, rounded to that precision at once."""
     kind = fast.half(x) if fast.without_gradients() else None
-    if kind is None:
+    if kind is None or not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         return norm(x)
-    from gss.ops.gpu import stream
+    from gss.ops.gpu.stream import normalize_to
 
     epsilon = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
-    if isinstance(norm, nn.LayerNorm):
-        return stream.normalize(x, norm.weight, norm.bias, epsilon, True, kind)
-    return stream.normalize(x, norm.weight, None, epsilon, False, kind)
+    centred = isinstance(norm, nn.LayerNorm)
+    return normalize_to(x, norm.weight, norm.bias if centred else None, epsilon, centred, kind)

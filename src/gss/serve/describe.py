@@ -106,8 +106,7 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
 
 
 def _constants(space: DiagonalStateSpace) -> Tensor:
-    _, log_a = space.discretized()
-    return (-1 / log_a.real).flatten().double().cpu().clamp(1e-3, 1e15)
+    return space.time_constants().cpu().clamp(1e-3, 1e15)
 
 
 def _quantiles(values: Tensor, levels: Tensor) -> list[float]:

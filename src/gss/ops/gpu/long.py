@@ -134,7 +134,7 @@ mix_long.register_autograd(_backward, setup_context=_save)
 
 
 def _rows(length: int, carried: bool, keep_state: bool) -> tuple[int, int, int, int]:
-    """Samples a row, rows, the first row that has a state before it, and how many pass one on."""
+    """Samples per row, rows, the first row that has a state before it, and how many pass one on."""
     row = row_length(length)
     rows = -(-length // row)
     return row, rows, 0 if carried else 1, rows if keep_state else rows - 1
@@ -159,7 +159,7 @@ def _room(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def _projected(
     signal: Tensor, table: Tensor, row: int, count: int, first: int = 0, reverse: bool = False, ramp: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Σ_j x[j]·a^j of `count` rows of each channel from its `first` on, [rows, 2N] over a scale a row.
+    """Σ_j x[j]·a^j of `count` rows of each channel from its `first` on, [rows, 2N] over a scale per row.
 
     With `reverse`, of rows read backwards; with `ramp`, weighted by j.
     """
@@ -292,7 +292,7 @@ def _pass_backward_kernel(
     modes, drive, readout, packed, packed_scale, partial, channels, row, last, rows, known,
     MOST: tl.constexpr, FIRST: tl.constexpr, KEEP: tl.constexpr, MODES: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint, from the last row to the first, g being the gradient by the state after a row.
+    """The adjoint, from the last row to the first, g being the gradient with respect to the state after a row.
 
     Of v it is g, packed for the product that gives the signal's gradient. With P, R the sums of a carried output's
     gradient, plain and weighted by k, and Q those of the inputs weighted: by w, Σ conj(P·s); by the state before the

@@ -13,7 +13,7 @@ _TILE = 4096
 """Elements of a program."""
 
 
-def normalize(
+def normalize_to(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool, kind: torch.dtype
 ) -> Tensor:
     """Layer norm (`centred`) or RMS norm over the last dimension, computed in float32, given in `kind`."""

@@ -106,7 +106,7 @@ def _gradients_kernel(
     sums, scale, readout, modes, drive, by_weight, by_log, grad_readout, grad_decay, grad_frequency,
     count, CHANNELS: tl.constexpr, EXPONENTIATED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """With P = Σ g_k a^k and R = Σ k·g_k a^k a channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
+    """With P = Σ g_k a^k and R = Σ k·g_k a^k per channel: by C, conj(P·B̄); by B̄ and by log Ā, sums over channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     exists = n < count
     b_re, b_im = load_pair(drive + 2 * n, exists)
