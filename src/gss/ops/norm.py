@@ -14,5 +14,5 @@ def normalize(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
     from gss.ops.gpu.stream import normalize_to
 
     epsilon = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
-    centred = isinstance(norm, nn.LayerNorm)
-    return normalize_to(x, norm.weight, norm.bias if centred else None, epsilon, centred, kind)
+    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+    return normalize_to(x, norm.weight, bias, epsilon, isinstance(norm, nn.LayerNorm), kind)
