@@ -41,7 +41,8 @@ class _StopAfter:
 
 @pytest.mark.parametrize(
     ("family", "batching"),
-    [(f, b) for f in FAMILIES for b in ("segments", "lanes", "packed") if (f, b) != ("transformer", "lanes")],
+    [(f, b) for f in FAMILIES for b in ("segments", "lanes", "packed") if (f, b) != ("transformer", "lanes")]
+    + [("llama", "packed")],
 )
 def test_forty_steps_with_stops_at_random_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str

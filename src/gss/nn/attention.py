@@ -15,6 +15,7 @@ from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot
 from gss.nn.stepping import CacheStepper, Stepper
+from gss.nn.windows import expand_index, sized
 from gss.ops.norm import normalize
 from gss.ops.positions import rotated
 
@@ -79,7 +80,7 @@ class TransformerBlock(SequenceLayer):
         if self.chunk:
             # The chunk of the last token; when that token filled it, later ones find it full and write over it.
             start = (position % self.chunk + length - 1) // self.chunk * self.chunk
-            kept = _expand(_positions(start, self.chunk), keys)
+            kept = expand_index(_positions(start, self.chunk), keys)
             keys, values = keys.gather(1, kept), values.gather(1, kept)
         # Contiguous: without the queries, which lie between them.
         return attended, {"keys": keys.contiguous(), "values": values.contiguous(), "length": position + length}
@@ -118,7 +119,7 @@ class TransformerBlock(SequenceLayer):
         length = keys.shape[1]
         if state is None:
             capacity = -(-length // self.chunk) * self.chunk
-            queries, keys, values = (_with_room(t, capacity) for t in (queries, keys, values))
+            queries, keys, values = (sized(t, capacity) for t in (queries, keys, values))
             cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
             return _causal_attention(*cut).reshape(queries.shape)[:, :length], keys, values
         # A row stands somewhere in its current chunk: its new tokens go after the cached ones, and the row is
@@ -130,7 +131,7 @@ class TransformerBlock(SequenceLayer):
             return _masked_attention(queries, keys, values, index), keys, values
         placed = _placed(torch.zeros_like(state["keys"]), queries, index, capacity)
         cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (placed, keys, values))
-        attended = _causal_attention(*cut).reshape(placed.shape).gather(1, _expand(index, queries))
+        attended = _causal_attention(*cut).reshape(placed.shape).gather(1, expand_index(index, queries))
         return attended, keys, values
 
     def _over_window(
@@ -181,19 +182,9 @@ def _positions(first: Tensor, length: int) -> Tensor:
     return first.unsqueeze(1) + torch.arange(length, device=first.device)
 
 
-def _expand(index: Tensor, like: Tensor) -> Tensor:
-    """[B, L] as an index into dimension 1 of [B, S, h, d]."""
-    return index[:, :, None, None].expand(-1, -1, *like.shape[2:])
-
-
 def _placed(cached: Tensor, new: Tensor, index: Tensor, capacity: int) -> Tensor:
     """A cache with room for `capacity` positions and the new rows written at theirs; the given one is untouched."""
-    return _with_room(cached.to(new.dtype), capacity).scatter(1, _expand(index, new), new)
-
-
-def _with_room(x: Tensor, capacity: int) -> Tensor:
-    """[B, S, h, d] padded with zeros to `capacity` positions."""
-    return F.pad(x, (0, 0, 0, 0, 0, capacity - x.shape[1])) if capacity > x.shape[1] else x
+    return sized(cached.to(new.dtype), capacity).scatter(1, expand_index(index, new), new)
 
 
 def _causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -226,9 +217,7 @@ def _banded_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int
     """
     batch, rest = queries.shape[:2]
     missing = -rest % window
-    queries, keys, values = (
-        _with_room(t, t.shape[1] + missing).unflatten(1, (-1, window)) for t in (queries, keys, values)
-    )
+    queries, keys, values = (sized(t, t.shape[1] + missing).unflatten(1, (-1, window)) for t in (queries, keys, values))
     keys, values = (torch.cat([t[:, :-1], t[:, 1:]], dim=2).flatten(0, 1).transpose(1, 2) for t in (keys, values))
     token, slot = torch.arange(window, device=keys.device), torch.arange(2 * window, device=keys.device)
     visible = (slot > token.unsqueeze(1)) & (slot <= token.unsqueeze(1) + window)

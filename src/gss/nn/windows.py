@@ -43,15 +43,15 @@ class Windows:
         """[B, L, …] in its slots, zeros elsewhere; a single token stays alone."""
         if self.index is None or self.single:
             return x
-        return x.new_zeros(x.shape[0], self.slots, *x.shape[2:]).scatter(1, _expand(self.index, x), x)
+        return x.new_zeros(x.shape[0], self.slots, *x.shape[2:]).scatter(1, expand_index(self.index, x), x)
 
     def collect(self, y: Tensor) -> Tensor:
         """The tokens out of their slots again: the inverse of `spread`."""
-        return y if self.index is None or self.single else y.gather(1, _expand(self.index, y))
+        return y if self.index is None or self.single else y.gather(1, expand_index(self.index, y))
 
     def room(self, cached: Tensor) -> Tensor:
         """A cache [B, 2W, …] cut or padded to the window before and the piece's slots."""
-        return _sized(cached, self.window + self.slots)
+        return sized(cached, self.window + self.slots)
 
     def join(self, cached: Tensor | None, new: Tensor) -> Tensor:
         """[B, W + slots, …]: the cache, in the precision of `new`, with all new tokens [B, L, …] in their slots."""
@@ -59,7 +59,7 @@ class Windows:
             return F.pad(new, (0, 0, 0, 0, self.window, 0))
         if self.index is None:
             return torch.cat([cached[:, : self.window].to(new.dtype), new], dim=1)
-        return self.room(cached.to(new.dtype)).scatter(1, _expand(self.index + self.window, new), new)
+        return self.room(cached.to(new.dtype)).scatter(1, expand_index(self.index + self.window, new), new)
 
     def fresh(self, part: slice) -> Tensor | None:
         """Which of a window's slots the piece fills, [B, slots of the part]; None: all."""
@@ -74,11 +74,11 @@ class Windows:
         It starts before each row's next window.
         """
         if self.index is None or self.offset is None:
-            return _sized(joined, 2 * self.window)
+            return sized(joined, 2 * self.window)
         start = (self.offset + self.length) // self.window * self.window - self.done
         kept = start.unsqueeze(1) + torch.arange(2 * self.window, device=joined.device)
-        padded = _sized(joined, 3 * self.window)
-        return padded.gather(1, _expand(kept, joined))
+        padded = sized(joined, 3 * self.window)
+        return padded.gather(1, expand_index(kept, joined))
 
     def read(self, like: Tensor) -> Tensor:
         """How many tokens each row has read after the piece, [B], for rows as in `like` [B, …]."""
@@ -100,11 +100,11 @@ class Windows:
         return self.position >= self.window
 
 
-def _expand(index: Tensor, like: Tensor) -> Tensor:
+def expand_index(index: Tensor, like: Tensor) -> Tensor:
     """[B, L] as an index into dimension 1 of [B, S, …]."""
     return index.reshape(*index.shape, *[1] * (like.ndim - 2)).expand(*index.shape, *like.shape[2:])
 
 
-def _sized(x: Tensor, size: int) -> Tensor:
+def sized(x: Tensor, size: int) -> Tensor:
     """[B, S, h, d] cut or padded with zeros to `size` slots."""
     return x[:, :size] if x.shape[1] >= size else F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1]))
