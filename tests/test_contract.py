@@ -191,6 +191,16 @@ def test_packed_documents_are_read_alone(family: str) -> None:
     assert relative_error(packed, torch.cat(alone)) < 1e-12
 
 
+@pytest.mark.parametrize("family", ["transformer", "slide", SLIDING])  # the others' autocast knows no meta device
+def test_a_forward_pass_does_not_wait_for_the_device(family: str) -> None:
+    """On the meta device there is nothing to read: whoever asks for a value fails."""
+    with torch.device("meta"):
+        model = gss.build_model(small_config(family))
+        logits, state = model(torch.zeros(2, 12, dtype=torch.int64))
+    assert logits.shape == (2, 12, 61)
+    assert state.batch == 2
+
+
 def test_state_precision_under_autocast() -> None:
     model = gss.build_model(small_config("gss"))
     tokens = torch.randint(0, 61, (2, 12))
