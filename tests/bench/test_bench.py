@@ -1,6 +1,7 @@
 """What `gss bench` measures: checked first, refused when wrong, peers skipped with a word, one shape of rows."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -102,10 +103,13 @@ def test_prefill_checks_and_measures_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(row.met for row in rows if row.unit == "relative error")
     compiled = []
     monkeypatch.setattr(GSSLayer, "compile", lambda self: compiled.append(self))
-    original = GSSLayer.around
-    monkeypatch.setattr(
-        GSSLayer, "around", lambda self, x, m: original(self, x, m) * (1.1 if compiled else 1) ** torch.arange(128)
-    )
+    original = GSSLayer.forward
+
+    def wrong(self: GSSLayer, *inputs: Any) -> Any:
+        y, state = original(self, *inputs)
+        return y * (1.1 if compiled else 1) ** torch.arange(128), state
+
+    monkeypatch.setattr(GSSLayer, "forward", wrong)
     with pytest.raises(ValueError, match=r"the last logits of the prompt: .* nothing is reported"):
         bench_prefill(model="gss-tiny", shapes=[(1, 100)], device=CPU, compiled=True, repeats=1)
 
