@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
+FAMILIES = ("gss", "gss-hybrid", "gss2", "dss", "transformer")
 # Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
 WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
 ALL_FAMILIES = (*FAMILIES, "llama", *WINDOW_FAMILIES)
@@ -40,6 +40,10 @@ def small_config(family: str, **overrides: object) -> gss.ModelConfig:
         "attention.window": 8,
         "recurrent": {"vectors": 5, "blocks": 2, "block": 1},
     }
+    if family == "gss2":
+        # Layers whose outputs start at zero would all do nothing.
+        sizes |= {"pattern": ("gss2", "attention"), "matrix_state": {"heads": 2, "value_width": 6, "taps": 3}}
+        sizes |= {"attention.sliding": 8, "zero_outputs": False}
     if family == SLIDING:
         family = "llama"
         sizes |= {"attention.sliding": 8, "attention.qk_norm": True}

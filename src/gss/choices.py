@@ -71,6 +71,7 @@ class LayerKind(NamedTuple):
 
 LAYERS: dict[str, LayerKind] = {
     "gss": LayerKind("gss.nn.gss.GSSLayer"),
+    "gss2": LayerKind("gss.nn.gss2.GSS2Layer"),
     "dss": LayerKind("gss.nn.dss.DSSBlock"),
     "attention": LayerKind("gss.nn.attention.TransformerBlock"),
     "slide": LayerKind("gss.nn.window_attention.SlideLayer", dropout=True),

@@ -93,6 +93,21 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MatrixStateConfig:
+    """The matrix state of GSS2 layers: `state_space.modes` complex modes × `value_width` values per head."""
+
+    heads: int = 8
+    """h, number of heads."""
+    value_width: int = 128
+    """D, values of a head."""
+    taps: int = 4
+    """Tokens that the short convolution before the state space sees: the token itself and those just before it."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "heads", "value_width", "taps")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
     """The recurrent state of recurrent and feedback layers; its window is the attention's."""
 
@@ -152,10 +167,15 @@ class ModelConfig:
     Transformer), or queries and keys that attention layers turn by their positions (Llama)."""
     embedding_std: float = 1.0
     """Standard deviation of the embedding at the start."""
+    zero_outputs: bool = False
+    """Whether the matrices whose products are added to the residual stream start at zero, so that at first every layer
+    passes its input on."""
     head_scale: float | None = None
     """The logits are hidden · embeddingᵀ times this. None: 1/√width, of order one with an embedding of order one."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
-    """The state space of GSS and DSS layers."""
+    """The state space of GSS, GSS2 and DSS layers."""
+    matrix_state: MatrixStateConfig = field(default_factory=MatrixStateConfig)
+    """What is a GSS2 layer's own."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention of Transformer blocks and of the layers on windows."""
     recurrent: RecurrentConfig = field(default_factory=RecurrentConfig)
@@ -203,7 +223,7 @@ class ModelConfig:
     @property
     def unused(self) -> tuple[str, ...]:
         """How state spaces start where that makes no difference, as dotted names: all of it in a model without any."""
-        if not {"gss", "dss"} & set(self.layers):
+        if not {"gss", "gss2", "dss"} & set(self.layers):
             return tuple(f"state_space.{each.name}" for each in fields(StateSpaceConfig))
         return tuple(f"state_space.{name}" for name in self.state_space.unused)
 

@@ -48,6 +48,22 @@ _LLAMA = override(
         "head_scale": 1.0,
     },
 )
+# GSS2 layers with attention over a sliding window at every third, in a body of Llama's kind.
+_GSS2 = override(
+    _LLAMA,
+    {
+        "depth": 12,
+        "pattern": ("gss2", "gss2", "attention"),
+        "attention.sliding": 512,
+        "zero_outputs": True,
+        "state_space": {
+            "modes": 32,
+            "decay_range": (1 / 8000, 0.5),
+            "frequency_init": "log_uniform",
+            "frequency_range": (1e-3, 1.0),
+        },
+    },
+)
 # Hutchins et al.'s backbone; positions come from the relative bias of each layer.
 _SLIDE = ModelConfig(pattern=("slide",), depth=12, activation="relu", norm="rmsnorm", bias=False, dropout=0.05)
 _XL = override(_SLIDE, {"pattern": ("xl",), "attention.window": 2048})
@@ -100,6 +116,7 @@ PRESETS: dict[str, Preset] = {
     "transformer-lm1b": _preset(_TRANSFORMER, {"vocab_size": 30_000}, "Transformer for LM1B (table 1)", 182),
     "transformer": _preset(_TRANSFORMER, {}, "Transformer, 12 blocks, 32k vocabulary"),
     "llama": _preset(_LLAMA, {}, "Transformer of Llama's kind, 13 blocks, 200M parameters"),
+    "gss2": _preset(_GSS2, {}, "GSS2 with attention over 512 tokens at layers 3, 6, 9, 12, 200M parameters"),
     "rec-fixed-skip": _preset(_SLIDE, _recurrent(12), f"{_REC}, the recurrent layer 10th of 12 (table 2)", 196),
     "feedback-lstm-single": _preset(_FEEDBACK_LSTM, {}, f"{_REC}, all 12 blocks read the state, LSTM gate (table 2)"),
     "feedback-fixed-skip": _preset(_FEEDBACK, {}, f"{_REC}, all 12 blocks read the state (table 2)"),
@@ -118,6 +135,11 @@ PRESETS: dict[str, Preset] = {
         {**_SMALL, "feedforward_width": 1408, "attention.heads": 8},
         "Transformer of Llama's kind, 45M parameters",
     ),
+    "gss2-small": _preset(
+        _GSS2,
+        {**_SMALL, "feedforward_width": 1408, "attention.heads": 8, "matrix_state.heads": 4},
+        "GSS2 with attention over 512 tokens at layers 3, 6, 9, 45M parameters",
+    ),
     "rec-fixed-skip-small": _preset(
         _SLIDE, {**_SMALL, **_recurrent(9)}, f"{_REC}, the recurrent layer 7th of 9, 47M parameters"
     ),
@@ -135,6 +157,17 @@ PRESETS: dict[str, Preset] = {
     "transformer-tiny": _preset(_TRANSFORMER, _TINY, "Transformer on bytes, for a CPU"),
     "llama-tiny": _preset(
         _LLAMA, {**_TINY, "feedforward_width": 352}, "Transformer of Llama's kind on bytes, for a CPU"
+    ),
+    "gss2-tiny": _preset(
+        _GSS2,
+        {
+            **_TINY,
+            "feedforward_width": 352,
+            "matrix_state": {"heads": 4, "value_width": 32},
+            "state_space.modes": 16,
+            "attention.sliding": 64,
+        },
+        "GSS2 with attention at layer 3, for a CPU",
     ),
     "rec-fixed-skip-tiny": _preset(
         _SLIDE, {**_WINDOW_TINY, **_recurrent(4)}, f"{_REC} on bytes, windows of 64, for a CPU"

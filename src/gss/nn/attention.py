@@ -37,7 +37,7 @@ class TransformerBlock(SequenceLayer):
         self.query_key_value = dense(config.width, self.heads * self.head_width, config, blocks=3)
         self.query_norm = norm(self.head_width, config) if attention.qk_norm else None
         self.key_norm = norm(self.head_width, config) if attention.qk_norm else None
-        self.output = dense(self.heads * self.head_width, config.width, config)
+        self.output = dense(self.heads * self.head_width, config.width, config, last=True)
         self.feedforward = FeedForward(config)
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:

@@ -7,14 +7,19 @@ from gss.config import ModelConfig
 from gss.ops.norm import normalize
 
 
-def dense(inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None) -> nn.Linear:
+def dense(
+    inputs: int, outputs: int, config: ModelConfig, blocks: int = 1, bias: bool | None = None, *, last: bool = False
+) -> nn.Linear:
     """A linear layer, Xavier-uniform with zero bias; `blocks` stacks that many such layers in one product.
 
-    Whether there is a bias is the config's to say, unless `bias` does.
+    Whether there is a bias is the config's to say, unless `bias` does. `last` marks what a layer adds to the residual
+    stream, which the config may start at zero.
     """
     layer = nn.Linear(inputs, outputs * blocks, bias=config.bias if bias is None else bias)
     for block in layer.weight.chunk(blocks):
         nn.init.xavier_uniform_(block)
+    if last and config.zero_outputs:
+        nn.init.zeros_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -35,7 +40,7 @@ class FeedForward(nn.Module):
         self.inner = dense(config.width, config.feedforward_width, config)  # W₁
         gated = config.feedforward == "gated"
         self.gated = dense(config.width, config.feedforward_width, config) if gated else None  # W₂
-        self.outer = dense(config.feedforward_width, config.width, config)  # W₃
+        self.outer = dense(config.feedforward_width, config.width, config, last=True)  # W₃
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 

@@ -16,7 +16,7 @@ class DSSMixer(nn.Module):
         super().__init__()
         self.norm = norm(config.width, config)
         self.state_space = DiagonalStateSpace(config.width, config.state_space)
-        self.output = dense(config.width, config.width, config, blocks=2)
+        self.output = dense(config.width, config.width, config, blocks=2, last=True)
 
     def forward(self, x: Tensor, modes: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor]:
         y, modes = self.state_space(self.norm(x), modes, keep_state)

@@ -22,7 +22,7 @@ class GSSLayer(StateSpaceLayer):
         self.inner_norm = norm(config.channels, config)
         self.state_space = DiagonalStateSpace(config.channels, config.state_space)
         self.context = dense(config.channels, config.gate_width, config)  # W₃
-        self.output = dense(config.gate_width, config.width, config)  # W₄
+        self.output = dense(config.gate_width, config.width, config, last=True)  # W₄
         self.activation = config.activation  # φ
 
     def spaces(self) -> dict[str, DiagonalStateSpace]:

@@ -40,7 +40,7 @@ class DiagonalStateSpace(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new parameters as the config's init fields say."""
         config = self.config
-        decay, frequency = _initial_decay(config), _initial_frequency(config)
+        decay, frequency = initial_decay(config), initial_frequency(config)
         self.log_decay.copy_(decay.log())
         self.frequency.copy_(frequency.log() if config.imaginary == "exp" else frequency)
         nn.init.normal_(self.skip)
@@ -194,7 +194,7 @@ def skew_hippo_frequencies(modes: int) -> Tensor:
     return eigenvalue[modes:]
 
 
-def _initial_decay(config: StateSpaceConfig) -> Tensor:
+def initial_decay(config: StateSpaceConfig) -> Tensor:
     """−Re λ at the start: [N]."""
     slow = _log_uniform(config.modes, *config.decay_range)
     fast = torch.randn(config.modes, dtype=torch.float64).exp()
@@ -204,7 +204,7 @@ def _initial_decay(config: StateSpaceConfig) -> Tensor:
     return slow if config.decay_init == "log_uniform" else fast
 
 
-def _initial_frequency(config: StateSpaceConfig) -> Tensor:
+def initial_frequency(config: StateSpaceConfig) -> Tensor:
     """Im λ at the start: [N], positive."""
     modes = config.modes
     if config.frequency_init == "log_normal":

@@ -175,7 +175,7 @@ class WindowBlock(nn.Module):
         self.projection = dense(config.width, inner, config, blocks=4 if reads_state else 3)  # Q, K, V (, Q2)
         self.attention = WindowAttention(self.heads, config.attention.window, whole_previous)
         self.state_scale = nn.Parameter(torch.ones(self.heads)) if reads_state else None
-        self.output = dense(inner * (2 if reads_state else 1), config.width, config)
+        self.output = dense(inner * (2 if reads_state else 1), config.width, config, last=True)
         self.feedforward = FeedForward(config)
 
     def project(self, x: Tensor) -> Projected:

@@ -1,0 +1,123 @@
+"""GSS2: a Gated State Space whose tokens choose what to write and what to read, with a feed-forward after it.
+
+The transition is diagonal, complex and the same for every token, as in GSS; what is new is that the input and output
+vectors of the state space are computed from the token, as keys and queries are in attention. The state is then a matrix
+per head, modes × values, of constant size: what a token wrote under a key is found again with a query (docs/models.md).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gss.config import ModelConfig
+from gss.nn.dense import FeedForward, dense, norm
+from gss.nn.documents import each_document_alone
+from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
+from gss.nn.state_space import initial_decay, initial_frequency
+from gss.ops import matrix_state
+from gss.ops.norm import normalize
+
+
+class GSS2Layer(SequenceLayer):
+    """x + (norm(y) ∗ swish(norm(x)·W_z))·W_o, then a feed-forward; y is the state space's of q, k and v."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        heads, values = config.matrix_state.heads, config.matrix_state.value_width
+        inner = heads * values
+        keys = heads * 2 * config.state_space.modes
+        self.norm = norm(config.width, config)
+        self.query, self.key = dense(config.width, keys, config), dense(config.width, keys, config)
+        self.value, self.gate = dense(config.width, inner, config), dense(config.width, inner, config)
+        self.short = ShortConvolution(2 * keys + inner, config.matrix_state.taps)
+        self.state_space = KeyedStateSpace(config)
+        self.output_scale = nn.Parameter(torch.ones(inner))
+        self.output = dense(inner, config.width, config, last=True)
+        self.feedforward = FeedForward(config)
+
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        normed = normalize(self.norm, x)
+        projected = torch.cat([self.query(normed), self.key(normed), self.value(normed)], dim=-1)
+        y, after = self.mix(projected, state, keep_state)  # [B, L, h, D]
+        y = F.rms_norm(y, y.shape[-1:], eps=1e-6).flatten(2) * self.output_scale
+        x = x + self.output(y.to(normed.dtype) * F.silu(self.gate(normed)))
+        return self.feedforward(x), after
+
+    @each_document_alone
+    def mix(
+        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
+    ) -> tuple[Tensor, LayerState]:
+        """The short convolution and the state space: [B, L, queries + keys + values] → [B, L, h, D]."""
+        convolved, recent = self.short(projected, state and state["recent"])
+        keys = self.query.out_features
+        queries, keys_, values = F.silu(convolved).split([keys, keys, self.value.out_features], dim=-1)
+        y, modes = self.state_space(queries, keys_, values, state and state["modes"])
+        return y, {"modes": modes, "recent": recent} if keep_state else {}
+
+    def state_slots(self) -> dict[str, Slot]:
+        space = self.state_space
+        taps, channels = self.short.taps.shape
+        return {
+            "modes": Slot((space.heads, 2 * space.modes, self.value.out_features // space.heads)),
+            "recent": Slot((taps - 1, channels)),
+        }
+
+    def mixing_flops(self, length: int) -> float:
+        space = self.state_space
+        keys, values = 2 * space.modes, self.value.out_features // space.heads
+        chunk = min(matrix_state.CHUNK, length)
+        taps, channels = self.short.taps.shape
+        return space.heads * (chunk * (keys + values) + 4 * keys * values) + 2 * taps * channels
+
+
+class ShortConvolution(nn.Module):
+    """Each channel's sum over its last few tokens, with learned weights; it starts near the identity."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.randn(taps, channels) / (4 * math.sqrt(taps)))  # the newest token's first
+        with torch.no_grad():
+            self.taps[0] += 1
+
+    def forward(self, x: Tensor, recent: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, L, channels] after the taps − 1 tokens in `recent` (None: zeros), and those for the next piece."""
+        before = len(self.taps) - 1
+        precise = state_dtype(self.taps.dtype)
+        known = F.pad(x, (0, 0, before, 0)) if recent is None else torch.cat([recent.to(x.dtype), x], dim=1)
+        length = x.shape[1]
+        y = sum(known[:, before - k : before - k + length] * tap.to(x.dtype) for k, tap in enumerate(self.taps))
+        assert isinstance(y, Tensor)
+        return y, known[:, length:].to(precise)
+
+
+class KeyedStateSpace(nn.Module):
+    """The state space of each head. Every parameter here is a "state-space parameter" to the optimizer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.modes = config.matrix_state.heads, config.state_space.modes
+        decay = torch.stack([initial_decay(config.state_space) for _ in range(self.heads)])
+        frequency = torch.stack([initial_frequency(config.state_space) for _ in range(self.heads)])
+        self.log_decay = nn.Parameter(decay.log().float())  # [h, N]: Re λ = −exp(log_decay), at most 1 per token
+        self.log_frequency = nn.Parameter(frequency.log().float())  # [h, N]: Im λ = exp(log_frequency)
+        self.skip = nn.Parameter(torch.ones(self.heads))  # D
+
+    def eigenvalues(self) -> Tensor:
+        """λ [h, N], complex128."""
+        decay = self.log_decay.double().exp().clamp(max=1.0)  # a faster mode would remember nothing, and overflow
+        return torch.complex(-decay, self.log_frequency.double().exp())
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""
+        with torch.autocast(values.device.type, enabled=False):
+            eigenvalue = self.eigenvalues()
+            # Keys of length √N a head, and every mode adding the same energy, whatever its time constant.
+            energy = torch.sqrt(-torch.expm1(2 * eigenvalue.real)).repeat(1, 2).to(values.dtype)
+            queries, keys, values = (t.unflatten(-1, (self.heads, -1)) for t in (queries, keys, values))
+            queries = F.rms_norm(queries, queries.shape[-1:], eps=1e-6) / math.sqrt(2 * self.modes)
+            keys = F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy
+            y, state = matrix_state.scan(queries, keys, values, eigenvalue, state)
+            return y + self.skip.to(y.dtype).unsqueeze(-1) * values, state

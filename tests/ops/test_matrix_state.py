@@ -1,0 +1,53 @@
+"""The matrix state: chunks against the recurrence as it is defined, values and gradients, at odd lengths."""
+
+import pytest
+import torch
+
+from gss.ops.matrix_state import reference, scan
+from tests.comparing import relative_error
+
+
+def inputs(length: int, batch: int = 2, heads: int = 3, modes: int = 4, values: int = 5) -> list[torch.Tensor]:
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    decay = torch.exp(torch.linspace(-9, 0, modes, dtype=torch.float64)).expand(heads, modes)
+    eigenvalue = torch.complex(-decay, draw(heads, modes).exp())
+    q, k = draw(batch, length, heads, 2 * modes), draw(batch, length, heads, 2 * modes)
+    state = draw(batch, heads, 2 * modes, values)
+    return [t.requires_grad_() for t in (q, k, draw(batch, length, heads, values), eigenvalue, state)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 131, 200])
+@pytest.mark.parametrize("carried", [False, True])
+def test_chunks_are_the_recurrence(length: int, carried: bool) -> None:
+    *operands, state = inputs(length)
+    given = state if carried else None
+    y, after = scan(*operands, given)
+    expected_y, expected_after = reference(*operands, given)
+    assert relative_error(y, expected_y) < 1e-12
+    assert relative_error(after, expected_after) < 1e-12
+    weights = torch.randn_like(y), torch.randn_like(after)
+    wanted = [*operands, state] if carried else operands
+    gradients = torch.autograd.grad((y * weights[0]).sum() + (after * weights[1]).sum(), wanted)
+    plain = (expected_y * weights[0]).sum() + (expected_after * weights[1]).sum()
+    for gradient, expected in zip(gradients, torch.autograd.grad(plain, wanted), strict=True):
+        assert relative_error(gradient, expected) < 1e-11
+
+
+def test_the_size_of_a_chunk_does_not_matter() -> None:
+    *operands, state = inputs(50)
+    y, after = scan(*operands, state)
+    for chunk in (1, 7, 16, 50):
+        other, other_after = scan(*operands, state, chunk)
+        assert relative_error(other, y) < 1e-12
+        assert relative_error(other_after, after) < 1e-12
+
+
+def test_float32_and_bfloat16_stay_close_over_many_chunks() -> None:
+    *operands, _ = inputs(4096, batch=1)
+    expected, _ = scan(*operands)
+    for kind, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        q, k, v = (t.to(kind) for t in operands[:3])
+        y, state = scan(q, k, v, operands[3])
+        assert y.dtype == kind
+        assert state.dtype == torch.float32
+        assert relative_error(y.double(), expected) < tolerance
