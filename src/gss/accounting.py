@@ -10,7 +10,7 @@ from gss.config import ModelConfig
 from gss.model import build_layer
 from gss.nn.dense import norm
 from gss.nn.state import Slot
-from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state_space import StateSpace
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def account(config: ModelConfig, length: int = 4096) -> Accounts:
     with torch.device("meta"):
         for kind in dict.fromkeys(config.layers):
             layer, count = build_layer(kind, config), config.layers.count(kind)
-            spaces = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
+            spaces = [module for module in layer.modules() if isinstance(module, StateSpace)]
             in_spaces = count * sum(p.numel() for space in spaces for p in space.parameters())
             parts.append(Part(f"{kind} layers", count, count * _parameters(layer), in_spaces))
             weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))

@@ -16,7 +16,7 @@ from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
-from gss.nn.state_space import initial_decay, initial_frequency
+from gss.nn.state_space import StateSpace, initial_decay, initial_frequency
 from gss.ops import matrix_state
 from gss.ops.norm import normalize
 
@@ -93,8 +93,8 @@ class ShortConvolution(nn.Module):
         return y, known[:, length:].to(precise)
 
 
-class KeyedStateSpace(nn.Module):
-    """The state space of each head. Every parameter here is a "state-space parameter" to the optimizer."""
+class KeyedStateSpace(StateSpace):
+    """The state space of each head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,6 +109,10 @@ class KeyedStateSpace(nn.Module):
         """λ [h, N], complex128."""
         decay = self.log_decay.double().exp().clamp(max=1.0)  # a faster mode would remember nothing, and overflow
         return torch.complex(-decay, self.log_frequency.double().exp())
+
+    @torch.no_grad()
+    def time_constants(self) -> Tensor:
+        return (-1 / self.eigenvalues().real).flatten()
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""

@@ -22,8 +22,16 @@ from gss.ops.kernel import discretize, eigenvalues, kernel
 from gss.ops.recurrence import carried_output, final_state, step
 
 
-class DiagonalStateSpace(nn.Module):
-    """y = D·u + K∗u for each of H channels. Every parameter here is a "state-space parameter" to the optimizer."""
+class StateSpace(nn.Module):
+    """Modes that decay: every parameter of such a module is a "state-space parameter" to the optimizer."""
+
+    def time_constants(self) -> Tensor:
+        """Tokens after which each mode has faded to 1/e, float64."""
+        raise NotImplementedError
+
+
+class DiagonalStateSpace(StateSpace):
+    """y = D·u + K∗u for each of H channels."""
 
     def __init__(self, channels: int, config: StateSpaceConfig) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state_space import StateSpace
 from gss.train.adafactor import Adafactor
 from gss.train.config import OptimizerConfig
 
@@ -27,7 +27,7 @@ def group_of_parameters(model: nn.Module) -> dict[str, str]:
     special = {
         id(parameter): group
         for module in model.modules()
-        for kind, group in ((DiagonalStateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING))
+        for kind, group in ((StateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING))
         if isinstance(module, kind)
         for parameter in module.parameters()
     }
