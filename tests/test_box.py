@@ -15,16 +15,18 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 import gss
+from experiments.box_card import FIELDS, card
+from experiments.box_export import CARD, MOST_BYTES, folder_size, rounded, write_box, write_card
+from experiments.box_export import FACTS as FACTS_FILE
 from gss import box
-from gss.box.card import FIELDS, card
-from gss.box.export import folder_size, rounded, write_box, write_card
 from gss.cli import app
 from gss.data import load_tokenizer, prepare
 from gss.generate import Sampling, generate
+from gss.recipes import recipe_path
 from gss.train import resolve, train
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "configs" / "box.toml"
+RECIPE = recipe_path("box")
 SMALL = [
     "model.width=16",
     "model.depth=2",
@@ -106,7 +108,7 @@ def test_the_recipe_fits() -> None:
     model = gss.build_model(run.model)
     assert sum(parameter.numel() for parameter in model.parameters()) <= 8_000_000
     weights = sum(tensor.numel() * tensor.element_size() for tensor in rounded(model).values())
-    assert weights + 300_000 <= box.MOST_BYTES  # a vocabulary of 8,192 pieces takes 140 kB
+    assert weights + 300_000 <= MOST_BYTES  # a vocabulary of 8,192 pieces takes 140 kB
     assert {"gss", "attention"} == set(run.model.layers)
 
 
@@ -136,7 +138,7 @@ def test_a_box_is_refused_when_it_cannot_ship(
     with pytest.raises(ValueError, match="not an empty folder"):
         write_box(run, folder)
     with monkeypatch.context() as patch:
-        patch.setattr("gss.box.export.MOST_BYTES", 1000)
+        patch.setattr("experiments.box_export.MOST_BYTES", 1000)
         with pytest.raises(ValueError, match="more than the 1,000"):
             write_box(run, tmp_path / "large")
     assert not list(tmp_path.iterdir())
@@ -217,18 +219,28 @@ def test_the_card_has_every_figure(folders: tuple[Path, Path, Path], tmp_path: P
             card({key: value for key, value in FACTS.items() if key != name})
     folder = write_box(folders[1], tmp_path / "box")
     write_card(folder, FACTS)
-    assert (folder / box.CARD).read_text() == text
-    assert json.loads((folder / box.FACTS).read_text()) == FACTS
+    assert (folder / CARD).read_text() == text
+    assert json.loads((folder / FACTS_FILE).read_text()) == FACTS
     assert gss.load(folder).step == 3
 
 
 @pytest.mark.soak
 def test_the_script_makes_a_box(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "box_on_gpu.py"
     out = tmp_path / "box"
-    command = [sys.executable, script, "--trial", "--out", out, "--work", tmp_path / "work", "--minutes", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.box",
+        "--trial",
+        "--out",
+        out,
+        "--work",
+        tmp_path / "work",
+        "--minutes",
+        "5",
+    ]
     for _ in range(2):  # the second time everything is there, and the folder is made anew
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "It was a dark and stormy night" in done.stdout
     _check_box(out)
@@ -236,9 +248,9 @@ def test_the_script_makes_a_box(tmp_path: Path) -> None:
 
 def _check_box(folder: Path) -> None:
     """What holds of every box that was made for real."""
-    assert folder_size(folder) <= box.MOST_BYTES
-    facts = json.loads((folder / box.FACTS).read_text())
-    assert (folder / box.CARD).read_text() == card(facts)
+    assert folder_size(folder) <= MOST_BYTES
+    facts = json.loads((folder / FACTS_FILE).read_text())
+    assert (folder / CARD).read_text() == card(facts)
     model, tokenizer, step, _ = gss.load(folder)
     assert facts["training"]["steps"] == step
     assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
@@ -256,7 +268,7 @@ needs_box = pytest.mark.skipif(
 @needs_box
 def test_the_shipped_box() -> None:
     _check_box(box.folder())
-    facts = json.loads((box.folder() / box.FACTS).read_text())
+    facts = json.loads((box.folder() / FACTS_FILE).read_text())
     assert {row["length"] for row in facts["scores"]} >= {512, 4096, 16_384, 65_536}
     assert "attention" in gss.load().model.config.layers
 

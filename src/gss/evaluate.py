@@ -21,6 +21,7 @@ from gss.data import Dataset
 from gss.model import LanguageModel
 
 PAPER_LENGTHS = (512, 4096, 16_384, 65_536)
+_UNBOUNDED_LIMIT = 4096
 # Rows of logits held at a time.
 _LOGIT_ELEMENTS = 1 << 25
 
@@ -83,6 +84,16 @@ def windows(document_lengths: Sequence[int], length: int | None) -> list[Window]
         size = length or total
         cut += [Window(document, start, min(start + size, total)) for start in range(0, total, size)]
     return cut
+
+
+def reachable_lengths(
+    model: LanguageModel, dataset: Dataset, max_tokens: int | None, trained: int | None = None
+) -> list[int]:
+    """The paper's lengths that a scored document reaches, or all of the longest where even 512 is too long. Where a
+    model keeps every token, and its cost grows with the square of the length, at most 4,096 or the training length."""
+    longest = max(_selected(dataset, max_tokens))
+    limit = longest if model.bounded_state else min(longest, max(_UNBOUNDED_LIMIT, trained or 0))
+    return [length for length in PAPER_LENGTHS if length <= limit] or [limit]
 
 
 @torch.no_grad()

@@ -5,26 +5,26 @@ import math
 
 import torch
 
-from gss.bench.results import Row, document, missing, number, table
+from gss.bench.results import Measurement, document, missing, number, table
 
 
 def test_a_goal_is_a_limit_from_the_better_side() -> None:
-    assert Row("speed", 430.0, "tokens/s", 400.0).met is True
-    assert Row("speed", 390.0, "tokens/s", 400.0).met is False
-    assert Row("memory", 31.0, "GB", 30.0).met is False
-    assert Row("memory", 30.0, "GB", 30.0).met is True
-    assert Row("speed", 1.0, "tokens/s").met is None
+    assert Measurement("speed", 430.0, "tokens/s", 400.0).met is True
+    assert Measurement("speed", 390.0, "tokens/s", 400.0).met is False
+    assert Measurement("memory", 31.0, "GB", 30.0).met is False
+    assert Measurement("memory", 30.0, "GB", 30.0).met is True
+    assert Measurement("speed", 1.0, "tokens/s").met is None
     assert missing("speed", "tokens/s", "out of memory", 400.0).met is False
 
 
 def test_a_ratio_over_one_is_better_whatever_the_unit() -> None:
-    assert Row("speed", 300.0, "tokens/s").beside("peer", 100.0).ratio == 3.0
-    assert Row("time", 100.0, "ms").beside("peer", 300.0).ratio == 3.0
-    assert Row("speed", 300.0, "tokens/s").beside("peer", None).peer is None
+    assert Measurement("speed", 300.0, "tokens/s").beside("peer", 100.0).ratio == 3.0
+    assert Measurement("time", 100.0, "ms").beside("peer", 300.0).ratio == 3.0
+    assert Measurement("speed", 300.0, "tokens/s").beside("peer", None).peer is None
 
 
 def test_the_document_is_json_with_a_header() -> None:
-    found = document([Row("a", math.nan, "ms")], torch.device("cpu"), {"copy": 1.0}, commit="abc")
+    found = document([Measurement("a", math.nan, "ms")], torch.device("cpu"), {"copy": 1.0}, commit="abc")
     again = json.loads(json.dumps(found, allow_nan=False))
     assert list(again) == ["command", "commit", "hardware", "versions", "date", "ceilings", "rows"]
     assert again["commit"] == "abc"
@@ -35,7 +35,10 @@ def test_the_document_is_json_with_a_header() -> None:
 
 
 def test_the_table_has_every_row_and_no_empty_column() -> None:
-    rows = [Row("speed", 431_204.0, "tokens/s", 430_000.0), missing("speed of a peer", "tokens/s", "not installed")]
+    rows = [
+        Measurement("speed", 431_204.0, "tokens/s", 430_000.0),
+        missing("speed of a peer", "tokens/s", "not installed"),
+    ]
     text = table(rows)
     assert "431,204" in text
     assert "≥ 430,000  met" in text

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from gss.data import load_tokenizer, prepare
-from gss.reproduce.plan import Corpus, Run, find_corpora, planned
-from gss.reproduce.settings import SCALES, TARGETS, Target
+from gss.reproduce import SCALES, TARGETS, Corpus, Trial, find_corpora, planned
 
 QUICK: dict[str, Any] = {
     "model.width": 16,
@@ -24,6 +22,7 @@ QUICK: dict[str, Any] = {
     "length": 64,
     "batch_tokens": 128,
 }
+BOOKS = Corpus("books", Path("books"), 32_000, False, {"tokenizer": "t5"}, 4_778_601, 104_667_316, 399_616_561)
 
 
 def write_text(folder: Path) -> None:
@@ -58,23 +57,23 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def quick_runs(target: str, corpus: Corpus, *only: str, steps: int = 6, **options: Any) -> list[Run]:
-    """Runs of a target that take a fraction of a second each."""
+def quick_trials(corpus: Corpus, *only: str, target: str = "table1", steps: int = 6, **options: Any) -> list[Trial]:
+    """Trials of a table that take a fraction of a second each."""
     changes = {**QUICK, "steps": steps}
     return planned(TARGETS[target], SCALES["tiny"], [corpus], only=only, changes=changes, **options)
 
 
-def made_up(run: Run, **changes: Any) -> dict[str, Any]:
-    """A result with round figures, for tables and shelves."""
+def made_up(trial: Trial, **changes: Any) -> dict[str, Any]:
+    """A result with round figures, for tables and stores."""
     layer = {"layer": "1", "quantiles": {"0.5": 30.0, "0.75": 150.0, "0.95": 700.0}, "share_over": {"1000": 0.0}}
     after = {"layer": "1", "quantiles": {"0.5": 25.0, "0.75": 120.0, "0.95": 900.0}, "share_over": {"1000": 0.02}}
     bits = {"bits_per_byte": None, "bits_per_raw_byte": 1.25, "bits_per_given_back_byte": 1.5}
     positions = [{"start": start, "stop": 2 * start, "tokens": 9, "loss": 3.5} for start in (16, 32)]
     row = {"perplexity": 32.0, "loss": 3.4657, "by_position": positions, **bits}
     return {
-        "tokens": run.tokens,
-        "epochs": run.tokens / run.corpus.train_tokens,
-        "config": {"length": run.config.length, "batch_tokens": run.config.batch_tokens},
+        "tokens": trial.tokens,
+        "epochs": trial.tokens / trial.corpus.train_tokens,
+        "config": {"length": trial.config.length, "batch_tokens": trial.config.batch_tokens},
         "parameters": 46_349_312,
         "seconds": 150.0,
         "tokens_per_second": 700_000.0,
@@ -84,15 +83,15 @@ def made_up(run: Run, **changes: Any) -> dict[str, Any]:
             "documents": 50,
             "raw_bytes": 17_798_786,
             "given_back_bytes": 17_000_000,
-            "lossless": run.corpus.lossless,
+            "lossless": trial.corpus.lossless,
             "precision": "bf16",
-            "text": run.corpus.held_out_text,
+            "text": "0123456789",
         },
         "data": {
-            "train_tokens": run.corpus.train_tokens,
-            "train_bytes": run.corpus.train_bytes,
-            "held_out_tokens": run.corpus.held_out_tokens,
-            "vocab_size": run.corpus.vocab_size,
+            "train_tokens": trial.corpus.train_tokens,
+            "train_bytes": trial.corpus.train_bytes,
+            "held_out_tokens": trial.corpus.held_out_tokens,
+            "vocab_size": trial.corpus.vocab_size,
         },
         "wall_seconds": {"training": 180.0, "scoring": 6.0, "from_step": 0},
         "peak_memory_bytes": 30e9,
@@ -105,8 +104,3 @@ def made_up(run: Run, **changes: Any) -> dict[str, Any]:
         "commit": "abc1234",
         **changes,
     }
-
-
-def with_systems(target: Target, *names: str) -> Target:
-    """The target with some of its systems."""
-    return replace(target, systems=tuple(system for system in target.systems if system.name in names))

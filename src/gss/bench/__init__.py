@@ -1,4 +1,4 @@
-"""Measurements: each module checks its subject, times it beside peers in one run and returns rows.
+"""Measurements on the machine at hand: each checks its subject first, times it, and gives rows of one shape.
 
-`results` has the rows, the header above them and the table; `ceilings` what the machine itself can do.
+models (training, prefill, decoding), layer, data -> results (rows, the header above them, the table)
 """

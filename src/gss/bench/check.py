@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gss.bench.results import Measurement
 from gss.config import ModelConfig
+from gss.decode import BLOCK, decoder
+from gss.generate import read
 from gss.loss import next_token_loss
 from gss.model import LanguageModel, build_model
 from gss.ops import fast
@@ -36,15 +39,15 @@ class Errors:
             )
         return self
 
+    def row(self, name: str, what: str) -> Measurement:
+        """The measured error beside its limit."""
+        note = f"{what}; plain {self.plain:.1e}"
+        return Measurement(name, self.measured, "relative error", self.limit, note=note)
+
 
 def limited(measured: float, plain: float, device: torch.device) -> Errors:
     """The two errors with the limit of a device's precision."""
     return Errors(measured, plain, max(BF16_LIMIT if device.type == "cuda" else FLOAT32_LIMIT, 3 * plain))
-
-
-def paths(use_fast: bool) -> AbstractContextManager[None]:
-    """The GPU kernels where they are available, or plain PyTorch."""
-    return nullcontext() if use_fast else fast.disabled()
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -89,7 +92,7 @@ def check_training(config: ModelConfig, device: torch.device, length: int) -> di
 
 def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, use_fast: bool) -> list[Tensor]:
     precise = model.embedding.weight.dtype == torch.float64
-    with paths(use_fast):
+    with nullcontext() if use_fast else fast.disabled():
         with nullcontext() if precise else autocast(tokens.device):
             hidden, _ = model.hidden(tokens, keep_state=False)
             everything = torch.ones_like(targets, dtype=torch.bool)
@@ -97,3 +100,35 @@ def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, u
         gradients = torch.autograd.grad(loss / targets.numel(), list(model.parameters()), allow_unused=True)
     zeros = (g if g is not None else torch.zeros_like(p) for g, p in zip(gradients, model.parameters(), strict=True))
     return [loss.detach().reshape(1), *zeros]
+
+
+@torch.no_grad()
+def plain_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> float:
+    """The mean loss by plain float32 arithmetic, a row at a time."""
+    total = 0.0
+    with fast.disabled():
+        for tokens, wanted in zip(inputs.split(1), targets.split(1), strict=True):
+            hidden, _ = model.hidden(tokens, keep_state=False)
+            counted = torch.ones_like(wanted, dtype=torch.bool)
+            total += next_token_loss(model.logits, model.embedding.weight, hidden, wanted, counted).item()
+    return total / targets.numel()
+
+
+@torch.no_grad()
+def check_decoding(model: LanguageModel) -> Errors:
+    """How far decoded logits are from the model's own in float64; refused where too far."""
+    device = model.embedding.weight.device
+    tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
+    first = BLOCK + 17
+    _, state = read(model, tokens[:, :first])
+    with autocast(device):
+        going_on = decoder(model, state)
+        stepped = torch.stack([going_on.step(tokens[:, i]) for i in range(first, tokens.shape[1])], dim=1)
+    with fast.disabled():
+        with autocast(device):
+            plain = model(tokens)[0][:, first:]
+        twin = build_model(model.config).to(device).double()
+        twin.load_state_dict(model.state_dict())
+        exact = twin(tokens)[0][:, first:]
+    errors = limited(relative_error(stepped, exact), relative_error(plain, exact), device)
+    return errors.demand("decoded logits")

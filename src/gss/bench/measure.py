@@ -1,9 +1,8 @@
-"""Timing and peak memory, fair to both sides: alternating runs in one process, memory in a fresh one each."""
+"""Timing and peak memory, fair to all sides: runs take turns in one process, memory is measured in a fresh one each."""
 
 import gc
 import itertools
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
@@ -90,10 +89,12 @@ def _report_peak(sender: Any, prepare: Callable[..., Callable[[], Any]], argumen
 
 
 def _peak() -> int:
-    if (
-        sys.platform == "linux"
-    ):  # where a new process starts with its parent's ru_maxrss, but with its own high-water mark
+    if sys.platform == "linux":  # a new process has its parent's ru_maxrss there, but a high-water mark of its own
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    if sys.platform == "win32":
+        return 0  # not known without another package
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,7 +26,7 @@ _PACKAGES = ("gss-lm", "torch", "triton", "transformers", "gated-state-spaces-py
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One figure: what it is, what it should be, and how it compares."""
 
     name: str
@@ -50,7 +50,7 @@ class Row:
             return False
         return self.value <= self.goal if self.unit in LESS_IS_BETTER else self.value >= self.goal
 
-    def beside(self, peer: str, value: float | None) -> "Row":
+    def beside(self, peer: str, value: float | None) -> "Measurement":
         """The row compared with a peer's value in the same unit; unchanged where the peer has none."""
         if not value or not self.value:
             return self
@@ -63,13 +63,37 @@ class Row:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Row:
+def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Measurement:
     """The row of something that could not be measured."""
-    return Row(name, None, unit, goal, note=reason)
+    return Measurement(name, None, unit, goal, note=reason)
+
+
+def compared(names: Sequence[str], title: str, measure: Callable[[str], list[Measurement]]) -> list[Measurement]:
+    """The rows that each of these models has; the first row of each is its speed, set beside the first model's.
+
+    One after the first that fails has no figure, and its row says why. `title` has {} where the name goes.
+    """
+    rows: list[Measurement] = []
+    for name in names:
+        try:
+            speed, *others = measure(name)
+        except Exception as error:
+            if not rows:
+                raise
+            rows.append(missing(title.format(name), "tokens/s", reason(error)))
+            continue
+        rows += [speed.beside(names[0], rows[0].value) if rows else speed, *others]
+    return rows
+
+
+def reason(error: BaseException) -> str:
+    """Why something has no figure, in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return "out of memory" if type(error).__name__ == "OutOfMemoryError" else f"{type(error).__name__}: {first}"[:160]
 
 
 def document(
-    rows: Iterable[Row],
+    rows: Iterable[Measurement],
     device: "torch.device",
     ceilings: Mapping[str, float] | None = None,
     commit: str | None = None,
@@ -90,7 +114,7 @@ def command_line() -> str:
     """How this program was started; of absolute paths only the name, since where things lie is a machine's own."""
     program = Path(sys.argv[0])
     script = program.suffix == ".py" and program.name != "__main__.py"
-    start = ["python", f"benchmarks/{program.name}"] if script else ["gss"]
+    start = ["python", "-m", f"experiments.{program.stem}"] if script else ["gss"]
     return shlex.join([*start, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
@@ -134,7 +158,7 @@ def source_commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Measurement]) -> str:
     """The rows as text in columns; columns that no row fills are left out."""
     head = ("what", "value", "unit", "goal", "", "peer", "ratio", "note")
     lines = [head]

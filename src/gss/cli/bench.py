@@ -1,4 +1,4 @@
-"""`gss bench`: measurements, each beside peers in the same run."""
+"""`gss bench`: measurements on this machine, several models in one run."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,10 +10,9 @@ from rich.console import Console
 if TYPE_CHECKING:
     import torch
 
-    from gss.bench.ceilings import Ceilings
-    from gss.bench.results import Row
+    from gss.bench.results import Measurement
 
-bench = typer.Typer(help="Measure speed, memory and accuracy beside peers, in one run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed, memory and accuracy on this machine.", no_args_is_help=True)
 
 Report = Callable[[str], None]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
@@ -22,18 +21,14 @@ Model = Annotated[
 ]
 Peers = Annotated[
     list[str] | None,
-    typer.Option(
-        "--peer",
-        metavar="NAME",
-        help="Measure this beside it, again and again: pypi-gss, hf-gpt2, hf-llama, hf-mamba2, fla-gla, fla-mamba2, "
-        "transformer, dss, or any preset. One that is not installed is skipped with a word.",
-    ),
+    typer.Option("--peer", metavar="NAME", help="Measure this beside it: transformer, dss, or any preset; repeatable."),
 ]
-Shapes = Annotated[list[str] | None, typer.Option("--shape", metavar="BATCHxLENGTH", help="A shape to run; repeat it.")]
-Batches = Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeat it for several.")]
-Lengths = Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a row; repeat it for several.")]
-Compile = Annotated[bool, typer.Option(help="Compile every layer with torch.compile.")]
-Fast = Annotated[bool, typer.Option(help="Use the GPU kernels where there are any.")]
+Shapes = Annotated[
+    list[str] | None, typer.Option("--shape", metavar="BATCHxLENGTH", help="A shape to run; repeatable.")
+]
+Batches = Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeatable.")]
+Lengths = Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a row; repeatable.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile every layer.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -52,29 +47,21 @@ def train(
     batch: Batches = None,
     length: Lengths = None,
     compile_: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Default: on a GPU.")] = None,
-    fast: Fast = True,
     repeats: Repeats = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Time whole training steps: tokens a second, share of the machine's matrix rate, peak GPU memory.
+    """Time whole training steps: tokens per second; on a GPU also the share of its matrix rate, and peak memory.
 
     The loss and gradients of a small batch are compared with float64 first.
     """
-    from gss.bench.train import bench_train
+    from gss.bench.models import bench_train, presets_of
 
-    def measure(where: "torch.device", ceilings: "Ceilings", report: Report) -> list["Row"]:
+    def measure(where: "torch.device", rate: float | None, report: Report) -> list["Measurement"]:
         gpu = where.type == "cuda"
-        return bench_train(
-            model=model or ("gss" if gpu else "gss-small"),
-            shapes=_shapes(shape, batch, length, [(16, 4096)] if gpu else [(1, 1024)]),
-            device=where,
-            matmul_rate=ceilings.square,
-            peers=peer or (),
-            compiled=gpu if compile_ is None else compile_,
-            use_fast=fast,
-            repeats=repeats,
-            report=report,
-        )
+        shapes = _shapes(shape, batch, length, [(16, 4096)] if gpu else [(1, 1024)])
+        compiled = gpu if compile_ is None else compile_
+        names = presets_of(_model(model, where), peer or ())
+        return bench_train(names, shapes, where, matmul_rate=rate, compiled=compiled, repeats=repeats, report=report)
 
     _run(device, as_json, measure)
 
@@ -88,28 +75,20 @@ def prefill(
     batch: Batches = None,
     length: Lengths = None,
     piece: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens read at a time; repeat it. Default: all at once.")
+        list[int] | None, typer.Option(min=1, help="Tokens read at a time; repeatable. Default: all at once.")
     ] = None,
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile every layer.")] = False,
-    fast: Fast = True,
+    compile_: Compile = False,
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time reading a prompt to the state and the last logits."""
-    from gss.bench.prefill import bench_prefill
+    """Time reading a prompt to the state and the last logits, which are compared with plain float32 first."""
+    from gss.bench.models import bench_prefill, presets_of
 
-    def measure(where: "torch.device", ceilings: "Ceilings", report: Report) -> list["Row"]:
-        gpu = where.type == "cuda"
+    def measure(where: "torch.device", rate: float | None, report: Report) -> list["Measurement"]:
+        shapes = _shapes(shape, batch, length, [(1, 65_536 if where.type == "cuda" else 4096)])
+        names = presets_of(_model(model, where), peer or ())
         return bench_prefill(
-            model=model or ("gss" if gpu else "gss-small"),
-            shapes=_shapes(shape, batch, length, [(1, 65_536 if gpu else 4096)]),
-            device=where,
-            pieces=piece or (),
-            peers=peer or (),
-            compiled=compile_,
-            use_fast=fast,
-            repeats=repeats,
-            report=report,
+            names, shapes, where, pieces=piece or (), compiled=compile_, repeats=repeats, report=report
         )
 
     _run(device, as_json, measure)
@@ -123,10 +102,8 @@ def decode(
     batch: Batches = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens of context; repeat it. Default: 1,024 to 65,536, on a GPU to 1,048,576."),
+        typer.Option(min=1, help="Tokens of context; repeatable. Default: 1,024 to 65,536, on a GPU to 1,048,576."),
     ] = None,
-    peer_context: Annotated[int, typer.Option(min=1, help="Tokens that every peer has read.")] = 4096,
-    fast: Fast = True,
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -134,22 +111,14 @@ def decode(
 
     The decoder's logits are compared with the model's first.
     """
-    from gss.bench.decode import bench_decode
+    from gss.bench.models import bench_decode, presets_of
 
-    def measure(where: "torch.device", ceilings: "Ceilings", report: Report) -> list["Row"]:
+    def measure(where: "torch.device", rate: float | None, report: Report) -> list["Measurement"]:
         gpu = where.type == "cuda"
-        contexts = [1024, 4096, 16_384, 65_536] + ([1 << 20] if gpu else [])
-        return bench_decode(
-            model=model or ("gss" if gpu else "gss-small"),
-            device=where,
-            batches=batch or ([1, 64] if gpu else [1]),
-            contexts=length or contexts,
-            peers=peer or (),
-            peer_context=peer_context,
-            use_fast=fast,
-            repeats=repeats,
-            report=report,
-        )
+        contexts = length or [1024, 4096, 16_384, 65_536] + ([1 << 20] if gpu else [])
+        batches = batch or ([1, 64] if gpu else [1])
+        names = presets_of(_model(model, where), peer or ())
+        return bench_decode(names, where, batches=batches, contexts=contexts, repeats=repeats, report=report)
 
     _run(device, as_json, measure)
 
@@ -158,7 +127,6 @@ def decode(
 def layer(
     device: Device = "auto",
     model: Model = None,
-    peer: Peers = None,
     width: Annotated[int | None, typer.Option(help="E, width of the layer, instead of the preset's.")] = None,
     gate_width: Annotated[int | None, typer.Option(help="F, width of the gate, instead of the preset's.")] = None,
     channels: Annotated[int | None, typer.Option(help="H, channels of the state space, likewise.")] = None,
@@ -166,8 +134,7 @@ def layer(
     shape: Shapes = None,
     batch: Batches = None,
     length: Lengths = None,
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the layer.")] = False,
-    fast: Fast = True,
+    compile_: Compile = False,
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -176,20 +143,12 @@ def layer(
     from gss.presets import preset
 
     sizes = {"width": width, "gate_width": gate_width, "channels": channels, "state_space.modes": modes}
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
 
-    def measure(where: "torch.device", ceilings: "Ceilings", report: Report) -> list["Row"]:
-        gpu = where.type == "cuda"
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        return bench_layer(
-            config=preset(model or ("gss" if gpu else "gss-small"), **given, norm_epsilon=1e-5),  # the peer's epsilon
-            shapes=_shapes(shape, batch, length, [(16 if gpu else 2, 4096), (1, 65_536)]),
-            device=where,
-            peers=peer or (),
-            compiled=compile_,
-            use_fast=fast,
-            repeats=repeats,
-            report=report,
-        )
+    def measure(where: "torch.device", rate: float | None, report: Report) -> list["Measurement"]:
+        config = preset(_model(model, where), **given)
+        shapes = _shapes(shape, batch, length, [(16 if where.type == "cuda" else 2, 4096), (1, 65_536)])
+        return bench_layer(config, shapes, where, compiled=compile_, repeats=repeats, report=report)
 
     _run(device, as_json, measure)
 
@@ -211,38 +170,38 @@ def data(
     """Time tokenising beside the bare library and batching on one core; watch the memory of a large file."""
     from gss.bench.data import bench_data
 
-    def measure(where: "torch.device", ceilings: "Ceilings", report: Report) -> list["Row"]:
-        return bench_data(
-            tokenizer=tokenizer,
-            megabytes=megabytes,
-            length=length,
-            batch_size=batch_size,
-            file_gigabytes=file_gigabytes,
-            repeats=repeats,
-            report=report,
-        )
+    def measure(where: "torch.device", rate: float | None, report: Report) -> list["Measurement"]:
+        sizes = {"megabytes": megabytes, "length": length, "batch_size": batch_size, "repeats": repeats}
+        return bench_data(tokenizer=tokenizer, file_gigabytes=file_gigabytes, report=report, **sizes)
 
     _run("cpu", as_json, measure)
 
 
-def _run(device: str, as_json: bool, measure: Callable[["torch.device", "Ceilings", Report], Sequence["Row"]]) -> None:
-    """Measure the machine, then what was asked for; the table or the JSON comes last."""
-    from gss.bench.ceilings import measure_ceilings
+def _run(
+    device: str, as_json: bool, measure: Callable[["torch.device", float | None, Report], Sequence["Measurement"]]
+) -> None:
+    """Measure a GPU's matrix rate, then what was asked for; the table or the JSON comes last."""
+    import torch
+
     from gss.bench.results import document, number, table
     from gss.train.distributed import pick_device
+    from gss.train.progress import matmul_rate
 
     where = pick_device(device)
-    console = Console(stderr=True)
-    with console.status("measuring the machine") as status:
-        ceilings = measure_ceilings(where)
-        rows = measure(where, ceilings, status.update)
-    found = document(rows, where, ceilings.as_dict())
+    with Console(stderr=True).status("measuring the machine") as status:
+        rate = matmul_rate(where, torch.bfloat16)
+        rows = measure(where, rate, status.update)
+    found = document(rows, where, {"bf16 matmul 8192³, TFLOP/s": rate / 1e12} if rate else {})
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    print(f"{found['hardware']}, torch {found['versions']['torch']}, commit {found['commit'] or 'unknown'}")
-    print(", ".join(f"{name} {number(value)}" for name, value in found["ceilings"].items()) + "\n")
+    ceilings = "".join(f", {name} {number(value)}" for name, value in found["ceilings"].items())
+    print(f"{found['hardware']}, torch {found['versions']['torch']}, commit {found['commit'] or 'unknown'}{ceilings}\n")
     print(table(rows))
+
+
+def _model(name: str | None, device: "torch.device") -> str:
+    return name or ("gss" if device.type == "cuda" else "gss-small")
 
 
 def _shapes(

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 PRESETS = ("gss-hybrid-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
 PROMPT = "def "
-SETTINGS = Path(__file__).with_name("tiny.toml")
-"""The settings that come with the package: those of configs/tiny.toml."""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +40,7 @@ def quickstart_command(
     from gss.evaluate import evaluate
     from gss.generate import Sampling, generate
     from gss.loading import load
+    from gss.recipes import recipe_path
     from gss.report import write_report
     from gss.report.scores import keep
     from gss.report.theme import MissingMatplotlibError
@@ -52,7 +51,7 @@ def quickstart_command(
     def show(command: str) -> None:
         console.print(f"\n[bold]$ {escape(command)}[/]")
 
-    config = config or SETTINGS
+    config = config or recipe_path("tiny")
     show(f"gss prepare stdlib --out {data} --tokenizer bytes")
     prepare(["stdlib"], data, load_tokenizer("bytes"))
     held_out = open_dataset(data, "valid")

@@ -13,10 +13,7 @@ def register(app: typer.Typer) -> None:
 
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
-    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html or report.md.")] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="html: one file, nothing else needed. md: Markdown with PNGs beside it.")
-    ] = "html",
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
     data: Annotated[
         Path | None, typer.Option(help="A corpus to score on. Default: each run's own validation data, if still there.")
     ] = None,
@@ -38,12 +35,10 @@ def report_command(
     from gss.report import write_report
     from gss.train.distributed import pick_device
 
-    target = out or Path(f"report.{form}")
     with share_bar("reading") as show:
         written = write_report(
             runs,
-            target,
-            form=form,
+            out,
             data=data,
             max_tokens=max_tokens,
             lengths=_whole_numbers(lengths) if lengths is not None else None,

@@ -21,9 +21,8 @@ def reproduce_command(
     target: Annotated[
         str,
         typer.Argument(
-            help="table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), lengths (GSS and "
-            "the hybrid by evaluation length), init and init-hybrid (how state spaces start), rates (learning rates), "
-            "or vocabulary (the same text prepared in several ways, in bits a byte).",
+            help="table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS "
+            "and the hybrid by evaluation length).",
         ),
     ],
     out: Annotated[
@@ -42,8 +41,9 @@ def reproduce_command(
     scale: Annotated[
         str,
         typer.Option(
-            help="tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes a run on a GPU. paper: "
-            "the full recipe, for many GPUs; on one device only configs and torchrun commands are written."
+            help="tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes per run on a GPU. "
+            "paper: the full recipe, for many GPUs; the commands that train are printed, and what has been trained is "
+            "scored."
         ),
     ] = "tiny",
     only: Annotated[
@@ -52,44 +52,22 @@ def reproduce_command(
     tokens: Annotated[
         int | None, typer.Option(help="Training tokens of every run, instead of the scale's; rounded to whole steps.")
     ] = None,
-    seeds: Annotated[
-        str,
-        typer.Option(help="Seeds, separated by commas. `init` gives those after the first to its best two alone."),
-    ] = "0",
-    time_limit: Annotated[
-        float | None,
-        typer.Option(help="Seconds. A run that would not be done by then, by its measured speed, is not started."),
-    ] = None,
-    partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial", help="With a time limit: at last begin a run that does not fit, and save it at the limit."
-        ),
-    ] = False,
-    shared: Annotated[
-        bool,
-        typer.Option(
-            "--shared",
-            help="Other work has the same device: no speed is noted. Tables have that of a run of the same shape that "
-            "was alone, if there is one.",
-        ),
-    ] = False,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     evaluate_tokens: Annotated[
         int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: the scale's.")
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of every run, `key=value`, to try another than the fixed one."),
+        typer.Option("--set", help="A setting of every run, `key=value`, to try another than the recipe's."),
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    commit: Annotated[str, typer.Option(help="The commit to note, where the source tree does not know its own.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the table at the end.")] = False,
 ) -> None:
     """Train and score the systems of a table of the paper at equal tokens; print it with the paper's figures beside.
 
-    Run again with the same --out it goes on: finished runs are known by their files in OUT/results, an interrupted one
-    goes on from its checkpoint. What is fixed, and why: docs/reproducing.md.
+    Run again with the same --out it goes on: finished runs are known by their files in OUT/results, and an interrupted
+    one goes on from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
     from rich.console import Console
 
@@ -101,10 +79,8 @@ def reproduce_command(
     for name, value, known in (("target", target, TARGETS), ("scale", scale, SCALES)):
         if value not in known:
             raise ValueError(f"there is no {name} {value!r}; choose from: {', '.join(known)}")
-    if time_limit is not None and time_limit <= 0:
-        raise ValueError(f"--time-limit must be over 0, not {time_limit:g}")
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
-    runs = planned(
+    trials = planned(
         TARGETS[target],
         SCALES[scale],
         _corpora(data or [], corpus or [], scale),
@@ -116,20 +92,16 @@ def reproduce_command(
     )
     outcome = reproduce(
         TARGETS[target],
-        runs,
+        trials,
         out,
         work=work,
-        time_limit=time_limit,
-        partial=partial,
-        shared=shared,
         device=device,
         quiet=quiet,
-        commit=commit,
-        command=command_line(),
+        noted={"command": command_line()},
         say=lambda text: console.print(text, markup=False),
         bar=share_bar,
     )
-    _conclude(outcome, out, scale)
+    _conclude(outcome, out)
 
 
 def _corpora(data: list[Path], names: Sequence[str], scale: str) -> "list[Corpus]":
@@ -151,23 +123,14 @@ def _seeds(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _conclude(outcome: "Outcome", out: Path, scale: str) -> None:
+def _conclude(outcome: "Outcome", out: Path) -> None:
     print(outcome.text)
-    print(f"wrote {outcome.report}: table.md, results.json and figures; {len(outcome.done)} runs in {out / 'results'}")
+    print(f"{len(outcome.done)} results in {out / 'results'}")
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+    if outcome.commands:
+        print(f"\n{len(outcome.commands)} runs are for many GPUs. Train them, then give this command again:\n")
+        print("\n".join(outcome.commands))
     if outcome.failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())
         raise ValueError(f"{len(outcome.failed)} runs failed, the others are kept: {reasons}")
-    if not outcome.left:
-        return
-    names = ", ".join(run.name for run in outcome.left)
-    if scale == "paper":
-        script = out / "paper" / "launch.sh"
-        print(
-            f"{len(outcome.left)} runs are not trained. The paper's scale is for many GPUs and this machine has at "
-            f"most one, so nothing was started: the config of each run and the commands are in {script.parent}; with "
-            f"the same --out, what has been trained is scored. {script}:\n\n{script.read_text(encoding='utf-8')}"
-        )
-    else:
-        print(f"not done, give the same command again: {names}")

@@ -15,7 +15,7 @@ def train_command(
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made.")],
     out: Annotated[Path, typer.Option(help="The run folder. One that holds checkpoints is gone on with.")],
     preset: Annotated[str | None, typer.Option(help="The model: see `gss presets`.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings: see configs/.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings, such as those in gss/recipes.")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8."),

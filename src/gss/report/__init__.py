@@ -1,6 +1,6 @@
 """Reports on runs: one HTML file, or Markdown with pictures, from what is in the run folders.
 
-run (a folder) -> scores, memory (numbers) -> curves, spectra (figures), compare (tables) -> build -> page, markdown
+runs (folders), scores (held-out) -> curves, spectra (figures as data), tables -> build -> page (HTML), markdown
 """
 
 from gss.report.build import write_report

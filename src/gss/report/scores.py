@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gss.data import Dataset, open_dataset, require_same
-from gss.evaluate import PAPER_LENGTHS, Evaluation, LengthResult, PositionLoss, evaluate
-from gss.report.files import finite, replace
-from gss.report.run import Run
+from gss.evaluate import Evaluation, LengthResult, PositionLoss, evaluate, reachable_lengths
+from gss.files import finite, write_atomically
+from gss.report.runs import RunRecord
 
 FOLDER = "evaluations"
 SPLIT = "valid"
 BUDGET = 1 << 17
-_UNBOUNDED_LIMIT = 4096  # attention to everything costs the square of the length
 
 Show = Callable[[str, float], None]
 
@@ -42,7 +41,7 @@ def same_tokens(scored: Sequence[Scores]) -> bool:
 
 
 def scores(
-    run: Run,
+    run: RunRecord,
     data: Path | None,
     max_tokens: int,
     lengths: Sequence[int] | None,
@@ -68,7 +67,7 @@ def scores(
         dataset = _held_out(run, data)
     except (ValueError, OSError) as error:
         return Scores(None, missing=f"no scores: {error}")
-    wanted = lengths or _lengths(run, dataset, max_tokens)
+    wanted = lengths or reachable_lengths(run.loaded.model, dataset, max_tokens, run.length)
     try:
         result = evaluate(
             run.loaded.model.to(device),
@@ -96,12 +95,12 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
     path = Path(run) / FOLDER / f"{result.split}-step-{step:08d}-{dataset.hash[:12]}.json"
     try:
         path.parent.mkdir(exist_ok=True)
-        replace(path, (json.dumps(finite(facts), indent=2) + "\n").encode())
+        write_atomically(path, json.dumps(finite(facts), indent=2) + "\n")
     except OSError:
         pass
 
 
-def _kept(run: Run, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
+def _kept(run: RunRecord, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
     """The newest kept evaluation of this checkpoint, if it is of the data and lengths that are asked for."""
     assert run.loaded is not None
     wanted_data = run.data.get("hash")
@@ -137,7 +136,7 @@ def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
 
 
-def _held_out(run: Run, data: Path | None) -> Dataset:
+def _held_out(run: RunRecord, data: Path | None) -> Dataset:
     """The run's validation split, if it is still what it was."""
     assert run.loaded is not None
     if data is None:
@@ -153,16 +152,3 @@ def _held_out(run: Run, data: Path | None) -> Dataset:
         dataset = open_dataset(data, SPLIT, verify=False)
     require_same(dataset.tokenizer(), run.loaded.tokenizer.hash, f"the run {run.name}")
     return dataset
-
-
-def _lengths(run: Run, dataset: Dataset, max_tokens: int) -> list[int | None]:
-    """The paper's lengths up to the longest document within the budget; all of that where even 512 is too long."""
-    assert run.loaded is not None
-    left, longest = max_tokens, 0
-    for length in dataset.lengths.tolist():
-        longest = max(longest, min(length, left))
-        left -= min(length, left)
-        if not left:
-            break
-    limit = math.inf if run.loaded.model.bounded_state else max(_UNBOUNDED_LIMIT, run.length or 0)
-    return [length for length in PAPER_LENGTHS if length <= min(longest, limit)] or [longest]

@@ -7,10 +7,11 @@ text stays text, in the page's font.
 import io
 import re
 from contextlib import AbstractContextManager
+from html import escape
+from math import isclose, log10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Name → (light, dark). Light colours must differ from each other: they stand for their names in an SVG.
@@ -111,8 +112,6 @@ def css_variables() -> str:
 
 def power_of_ten(value: float, _position: Any = None) -> str:
     """A tick of a logarithmic axis: plain where short (1, 100, 10k), else 10⁻³."""
-    from math import isclose, log10
-
     if value <= 0:
         return "0" if value == 0 else "−" + power_of_ten(-value)
     exponent = round(log10(value))
@@ -133,17 +132,6 @@ def tokens(value: float, _position: Any = None) -> str:
     return f"{value:.3g}"
 
 
-def log_axis(axes: "Axes", which: str) -> None:
-    """Make an axis logarithmic, with ticks in plain characters."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    getattr(axes, f"set_{which}scale")("log")
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(numticks=8))
-    axis.set_major_formatter(FuncFormatter(power_of_ten))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def svg(figure: "Figure", name: str, label: str) -> str:
     """A figure as an SVG element for an HTML page; `name` keeps its ids apart from other figures'."""
     buffer = io.StringIO()
@@ -162,7 +150,7 @@ def svg(figure: "Figure", name: str, label: str) -> str:
     box = re.search(r'viewBox="[^"]+"', opening)
     assert box is not None
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {namespaces} {box[0]} role="img" aria-label="{_attribute(label)}">{rest.strip()}'
+    return f'<svg {namespaces} {box[0]} role="img" aria-label="{escape(label, quote=True)}">{rest.strip()}'
 
 
 def png(figure: "Figure") -> bytes:
@@ -170,9 +158,3 @@ def png(figure: "Figure") -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
     return buffer.getvalue()
-
-
-def _attribute(text: str) -> str:
-    from html import escape
-
-    return escape(text, quote=True)

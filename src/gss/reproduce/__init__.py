@@ -1,10 +1,23 @@
-"""The paper's tables on corpora at hand: which systems, at which settings, trained and scored run by run.
+"""The paper's tables on corpora at hand: which systems, with which settings, trained and scored one by one.
 
-settings (what is compared, as data) -> plan (runs) -> runner (train, score, keep) -> tables, plots
+settings (what is compared, as data) -> trials (what is run) -> runner (train, score, keep) -> tables
 """
 
-from gss.reproduce.plan import Corpus, find_corpora, planned
 from gss.reproduce.runner import Outcome, reproduce
-from gss.reproduce.settings import SCALES, TARGETS
+from gss.reproduce.settings import SCALES, SYSTEMS, TARGETS, Scale, System, Target
+from gss.reproduce.trials import Corpus, Trial, find_corpora, planned
 
-__all__ = ["SCALES", "TARGETS", "Corpus", "Outcome", "find_corpora", "planned", "reproduce"]
+__all__ = [
+    "SCALES",
+    "SYSTEMS",
+    "TARGETS",
+    "Corpus",
+    "Outcome",
+    "Scale",
+    "System",
+    "Target",
+    "Trial",
+    "find_corpora",
+    "planned",
+    "reproduce",
+]

@@ -1,0 +1,90 @@
+"""Ours beside a model of another library, in one run on this machine.
+
+    python -m experiments.beside layer  [--model gss-small] [--shape 2x4096 --shape 1x65536]
+    python -m experiments.beside decode [--model gss-small] [--context 4096] [--peer pypi-gss --peer hf-llama]
+    python -m experiments.beside train|prefill [--shape 1x1024] [--peer fla-mamba2]
+
+What is ours is measured by the functions of `gss bench`, checked first; a peer that is not installed or fails is a row
+that says why. `--json` prints what benchmarks/results holds.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+
+from experiments.ceilings import measure_ceilings
+from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
+from experiments.pypi_gss import pypi_part
+from gss.bench.layer import bench_layer
+from gss.bench.models import bench_decode, bench_prefill, bench_train
+from gss.bench.results import Measurement, document, missing, reason, table
+from gss.presets import preset
+from gss.train.distributed import pick_device
+
+
+def beside(
+    ours: list[Measurement], name: str, what: str, where: str, measure: Callable[[], float]
+) -> list[Measurement]:
+    """A peer's speed as a row, set beside ours of the same shape."""
+    title = f"{what} {name}, {where}"
+    try:
+        theirs = Measurement(title, measure(), "tokens/s")
+    except Exception as error:
+        return [missing(title, "tokens/s", reason(error))]
+    same = next(row for row in ours if row.name.startswith(f"{what} ") and row.name.endswith(f", {where}"))
+    return [theirs.beside(same.name.removeprefix(f"{what} ").partition(",")[0], same.value)]
+
+
+def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measurement]:
+    """The rows that were asked for."""
+    model, repeats = arguments.model, arguments.repeats
+    like, shapes = preset(model), [tuple(map(int, shape.split("x"))) for shape in arguments.shape]
+    if arguments.what == "layer":
+        config = preset(model, norm_epsilon=1e-5)  # the peer's epsilon
+        return bench_layer(config, shapes, device, rivals={"pypi-gss": pypi_part}, repeats=repeats)
+    if arguments.what == "decode":
+        rows = bench_decode([model], device, contexts=[arguments.context], repeats=repeats)
+        where = f"batch 1, context {arguments.context:,}"
+        for name in arguments.peer:
+            speed = lambda name=name: decode_foreign(name, like, arguments.context, device, repeats)  # noqa: E731
+            rows += beside(rows, name, "decode", where, speed)
+        return rows
+    bench = bench_train if arguments.what == "train" else bench_prefill
+    rows = bench([model], shapes, device, repeats=repeats)
+    for batch, length in shapes:
+        for name in arguments.peer:
+
+            def speed(name: str = name, batch: int = batch, length: int = length) -> float:
+                if arguments.what == "prefill":
+                    return prefill_foreign(name, like, batch, length, device, repeats)
+                return train_foreign(name, like, batch, length, device, False, repeats).tokens_per_second
+
+            what = "training" if arguments.what == "train" else "prefill"
+            rows += beside(rows, name, what, f"{batch}×{length}", speed)
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("train", "prefill", "decode", "layer"))
+    parser.add_argument("--model", default="gss-small")
+    parser.add_argument("--peer", action="append", choices=FOREIGN)
+    parser.add_argument("--shape", action="append", help="BATCHxLENGTH")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    arguments.peer = arguments.peer or ["pypi-gss"]
+    arguments.shape = arguments.shape or (["2x4096", "1x65536"] if arguments.what == "layer" else ["1x1024"])
+    device = pick_device("auto")
+    ceilings = measure_ceilings(device).as_dict()
+    rows = measured(arguments, device)
+    found = document(rows, device, ceilings)
+    print(json.dumps(found, indent=1, ensure_ascii=False) if arguments.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Language models of other libraries, of about the size of one of ours, to measure beside it.
+
+Each is built and called as its own users do it. One whose library is missing, or that cannot be built, is
+`Unavailable`, with a word that says why.
+"""
+
+import importlib
+import importlib.util
+import logging
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.pypi_gss import PYPI_GSS, pypi_gss_model
+from gss.accounting import account
+from gss.bench.check import autocast
+from gss.bench.measure import intervals, median_seconds, release
+from gss.bench.models import TrainingSpeed
+from gss.config import ModelConfig
+from gss.decode import BLOCK
+from gss.train.config import OptimizerConfig
+from gss.train.optim import build_optimizer, clip_gradients
+
+
+class Unavailable(ValueError):  # noqa: N818
+    """A peer that cannot run here; the message is the one word that its row shows."""
+
+
+class Foreign(nn.Module):
+    """Another library's model: tokens and next tokens in, the mean loss out."""
+
+    def __init__(self, module: nn.Module, compilable: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.compilable = compilable
+        """Whether `torch.compile` is what its users would wrap it in; the others bring kernels or complex numbers."""
+
+    @property
+    def parameter_count(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after the last token, with whatever the model keeps to go on from there."""
+        raise NotImplementedError
+
+    def continuation(self, tokens: Tensor) -> Callable[[], Tensor]:
+        """A function that gives the next token of each row greedily, [B], after these tokens, each time one more."""
+        raise NotImplementedError
+
+
+class _PyPI(Foreign):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.module(tokens, labels=targets)
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        return self.module(tokens)[:, -1]
+
+    def continuation(self, tokens: Tensor) -> Callable[[], Tensor]:
+        return lambda: self.last_logits(tokens).argmax(-1)  # it has no state: every token costs the whole context
+
+
+class _HuggingFace(Foreign):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.module(input_ids=tokens, labels=tokens, use_cache=False).loss  # shifts the labels itself
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        return self.module(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def continuation(self, tokens: Tensor) -> Callable[[], Tensor]:
+        after = self.module(input_ids=tokens, use_cache=True, logits_to_keep=1)
+
+        def step() -> Tensor:
+            nonlocal after
+            token = after.logits[:, -1].argmax(-1)
+            cache = {name: after[name] for name in ("past_key_values", "cache_params") if name in after}
+            after = self.module(input_ids=token.unsqueeze(1), use_cache=True, **cache)
+            return token
+
+        return step
+
+
+def build_foreign(name: str, config: ModelConfig, length: int) -> Foreign:
+    """The peer of that name, as deep as makes it about as large as our model of this config."""
+    if name not in FOREIGN:
+        raise ValueError(f"there is no peer {name!r}; choose from: {', '.join(FOREIGN)}, or the name of a preset")
+    with _hushed():
+        try:
+            return FOREIGN[name](config, length)
+        except ImportError as error:
+            raise Unavailable(f"not installed ({error.name or error})") from None
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """No advice from the libraries on what would make them faster: a dozen lines a model."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _pypi_gss(config: ModelConfig, length: int) -> Foreign:
+    if importlib.util.find_spec("gated_state_spaces_pytorch") is None:
+        raise Unavailable(f"not installed (pip install {PYPI_GSS})")
+    return _PyPI(pypi_gss_model(config).train(), compilable=False)
+
+
+def _gpt2(config: ModelConfig, length: int) -> Foreign:
+    transformers = importlib.import_module("transformers")
+
+    def settings(depth: int) -> Any:
+        return transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_embd=config.width,
+            n_layer=depth,
+            n_head=_heads(config),
+            n_positions=length,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_implementation="sdpa",
+        )
+
+    return _HuggingFace(_of_size(settings, config), compilable=True)
+
+
+def _llama(config: ModelConfig, length: int) -> Foreign:
+    transformers = importlib.import_module("transformers")
+
+    def settings(depth: int) -> Any:
+        return transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=-(-8 * config.width // 3 // 64) * 64,
+            num_hidden_layers=depth,
+            num_attention_heads=_heads(config),
+            max_position_embeddings=length,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+
+    return _HuggingFace(_of_size(settings, config), compilable=True)
+
+
+def _mamba2(library: str) -> Callable[[ModelConfig, int], Foreign]:
+    def build(config: ModelConfig, length: int) -> Foreign:
+        library_module = importlib.import_module(library)
+        head_width = min(64, config.width)
+
+        def settings(depth: int) -> Any:
+            return library_module.Mamba2Config(
+                vocab_size=config.vocab_size,
+                hidden_size=config.width,
+                num_hidden_layers=depth,
+                head_dim=head_width,
+                num_heads=2 * config.width // head_width,
+                n_groups=1,
+                tie_word_embeddings=True,
+            )
+
+        return _HuggingFace(_of_size(settings, config), compilable=False)
+
+    return build
+
+
+def _gla(config: ModelConfig, length: int) -> Foreign:
+    models = importlib.import_module("fla.models")
+
+    def settings(depth: int) -> Any:
+        return models.GLAConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            num_hidden_layers=depth,
+            num_heads=max(1, config.width // 256),
+            max_position_embeddings=length,
+            tie_word_embeddings=True,
+        )
+
+    return _HuggingFace(_of_size(settings, config), compilable=False)
+
+
+FOREIGN: dict[str, Callable[[ModelConfig, int], Foreign]] = {
+    "pypi-gss": _pypi_gss,
+    "hf-gpt2": _gpt2,
+    "hf-llama": _llama,
+    "hf-mamba2": _mamba2("transformers"),
+    "fla-gla": _gla,
+    "fla-mamba2": _mamba2("fla.models"),
+}
+
+
+def _heads(config: ModelConfig) -> int:
+    """Heads of 64, the usual width."""
+    return max(1, config.width // 64)
+
+
+def _of_size(settings: Callable[[int], Any], config: ModelConfig) -> nn.Module:
+    """The model of as many layers as bring it nearest to the size of ours."""
+    transformers = importlib.import_module("transformers")
+
+    def build(depth: int) -> nn.Module:
+        return transformers.AutoModelForCausalLM.from_config(settings(depth))
+
+    with torch.device("meta"):
+        one, two = (sum(p.numel() for p in build(depth).parameters()) for depth in (1, 2))
+    depth = max(1, round(1 + (account(config).parameters - one) / (two - one)))
+    return build(depth).train()
+
+
+def train_foreign(
+    name: str, like: ModelConfig, batch: int, length: int, device: torch.device, compiled: bool, repeats: int
+) -> TrainingSpeed:
+    """Training steps of another library's model of about the size of ours, as its users take them."""
+    release(device)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, like.vocab_size, (batch, length + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    try:
+        model = build_foreign(name, like, length).to(device)
+        if compiled and model.compilable:
+            model.module.compile()
+        optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-4))
+        parameters = list(model.parameters())
+
+        def step() -> Tensor:
+            with autocast(device):
+                loss = model(inputs, targets)
+            loss.backward()
+            clip_gradients(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        first = step().item()
+        if not first < float("inf"):
+            raise ValueError(f"the loss is {first}")
+        seconds = statistics.median(intervals(step, repeats, device, warmup=2))
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return TrainingSpeed(inputs.numel() / seconds, model.parameter_count, None, peak)
+    finally:
+        release(device)
+
+
+@torch.no_grad()
+def prefill_foreign(name: str, like: ModelConfig, batch: int, length: int, device: torch.device, repeats: int) -> float:
+    """Tokens per second of reading a prompt, with whatever the model keeps to go on from there."""
+    release(device)
+    tokens = torch.randint(0, like.vocab_size, (batch, length), device=device)
+    foreign = build_foreign(name, like, length).to(device).eval()
+
+    def run() -> Tensor:
+        with autocast(device):
+            return foreign.last_logits(tokens)
+
+    if not torch.isfinite(run()).all():
+        raise ValueError("its logits are not finite")
+    return tokens.numel() / statistics.median(intervals(run, repeats, device, warmup=1))
+
+
+@torch.no_grad()
+def decode_foreign(name: str, like: ModelConfig, context: int, device: torch.device, repeats: int) -> float:
+    """Tokens per second of greedy decoding, batch 1, after a context."""
+    release(device)
+    foreign = build_foreign(name, like, context + BLOCK * (repeats + 2)).to(device).eval()
+    tokens = torch.randint(0, like.vocab_size, (1, context), device=device)
+    count = 1 if name == "pypi-gss" else BLOCK  # which recomputes
+    with autocast(device):
+        step = foreign.continuation(tokens)
+
+        def rounds() -> Tensor:
+            for _ in range(count):
+                token = step()
+            return token.cpu()  # waits for the device
+
+        return count / median_seconds({name: rounds}, max(1, repeats // 2))[name]

@@ -1,0 +1,264 @@
+"""Each GPU kernel of training: its error against float64, its time, and a profile of a whole training step.
+
+    python -m experiments.kernels [--out FILE] [--profile] [--whole] [--shapes 16x4096,1x65536]
+        [--model gss]
+
+Sizes are those of the `gss` preset. Times are medians by CUDA events; the table comes last.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import triton
+
+import gss
+from gss.generate import read
+from gss.loss import next_token_loss
+from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import fast, vandermonde
+from gss.ops.gpu import cross_entropy, fft, gate
+
+H, N, E, F, V = 256, 512, 1024, 4096, 32_000
+TABLE: list[dict] = []
+
+
+def row(name: str, value: float, unit: str = "ms") -> None:
+    TABLE.append({"name": name, "value": value, "unit": unit})
+    print(f"{name:64} {value:12.4g} {unit}", flush=True)
+
+
+def milliseconds(function) -> float:
+    return triton.testing.do_bench(function, warmup=10, rep=40, return_mode="median")
+
+
+def error(actual, expected) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def convolution(batch: int, length: int) -> None:
+    u = torch.randn(batch, H, length, device="cuda").bfloat16()
+    g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
+    size = fft.row_length(length)
+    chosen = fft.CONVOLVE, fft.CORRELATE
+    taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
+    spectrum = fft.spectrum(taps)
+    count = length // size
+
+    def reference(x, kernel):
+        bins = torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size)
+        return torch.fft.irfft(bins * kernel[:, None], n=2 * size)[..., :size].reshape(x.shape)
+
+    exact = torch.fft.rfft(taps.double(), n=2 * size)
+    row(f"convolve {batch}x{length}: error", error(fft.convolve(u, *spectrum), reference(u, exact)), "relative")
+    adjoint = fft.convolve(g, *spectrum, transpose=True)
+    row(f"convolve {batch}x{length}: adjoint's error", error(adjoint, reference(g, exact.conj())), "relative")
+    bins = [torch.fft.rfft(x.double().view(batch, H, count, size), n=2 * size) for x in (u, g)]
+    expected = torch.fft.irfft((bins[0].conj() * bins[1]).sum((0, 2)), n=2 * size)[..., :size]
+    found = fft.taps_of_spectrum(fft.correlation(u, g, size))
+    row(f"convolve {batch}x{length}: taps' gradient's error", error(found, expected), "relative")
+    for options in (
+        {"SLICE": 16, "num_stages": 1},
+        {"SLICE": 16, "num_stages": 2},
+        {"SLICE": 32, "num_stages": 1},
+        {"SLICE": 32, "num_stages": 2},
+        {"SLICE": 32, "num_stages": 2, "maxnreg": 128},
+        {"SLICE": 16, "num_stages": 2, "maxnreg": 128},
+        {"SLICE": 64, "num_stages": 1},
+    ):
+        fft.CONVOLVE = fft.CORRELATE = options
+        try:
+            row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
+            row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
+        except Exception as problem:  # a shape that does not fit is one result among others
+            print(options, repr(problem)[:200])
+    fft.CONVOLVE, fft.CORRELATE = chosen
+    row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
+    row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(spectrum[0])))
+
+
+def modes(length: int) -> None:
+    space = DiagonalStateSpace(H, gss.preset("gss").state_space).cuda()
+    with torch.no_grad():
+        readout, log_a = space.discretized()
+    weights, values = readout.unsqueeze(0), torch.randn(1, H, length, device="cuda")
+    with fast.disabled():
+        row(f"evaluate {length}: plain", milliseconds(lambda: vandermonde.evaluate(weights, log_a, length)))
+        row(f"project {length}: plain", milliseconds(lambda: vandermonde.project(values, log_a)))
+    row("discretized", milliseconds(lambda: space.discretized()))
+    signal = torch.randn(16, H, length, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn_like(signal)
+
+    def both(function):
+        def run():
+            y = function()
+            y.backward(grad)
+
+        return run
+
+    def fast_mix():
+        return space._mix_on_gpu(signal.transpose(1, 2), None, False)[0].transpose(1, 2)
+
+    row(f"state space 16x{length}, forward", milliseconds(lambda: fast_mix()))
+    row(f"state space 16x{length}, forward and backward", milliseconds(both(fast_mix)))
+
+
+def gates(tokens: int) -> None:
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    g, y, w3, w4 = draw(tokens, F), draw(tokens, H), draw(F, H, scale=H**-0.5), draw(E, F, scale=F**-0.5)
+    b2, b3 = draw(F), draw(F)
+    grad = draw(tokens, E)
+    few = slice(0, 512)
+    given = (g[few], b2, y[few], w3, b3, w4)
+    inputs = [t.double().requires_grad_() for t in given]
+    value = torch.nn.functional.gelu(inputs[0] + inputs[1])
+    expected = (value * (inputs[2] @ inputs[3].T + inputs[4])) @ inputs[5].T
+    expected.backward(grad[few].double())
+    found = [t.clone().requires_grad_() for t in given]
+    out = gate.gated_output(*found, "gelu")
+    out.backward(grad[few])
+    row("gate: error", error(out, expected), "relative")
+    for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
+        row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
+    c, d = draw(tokens, F), draw(tokens, F)
+    chosen = gate._TILE
+    for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
+        gate._TILE = {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}
+        name = f"{bm}x{bn}, {steps} steps, {warps} warps"
+        row(f"gate forward {name}", milliseconds(lambda: gate.gate_product_(c, g, b2, b3, "gelu")))
+        row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients_(d, c, g, b2, b3, "gelu")))
+    gate._TILE = chosen
+    p = draw(tokens, F)
+    row("product by W4", milliseconds(lambda: p @ w4.T))
+    row("product by W3", milliseconds(lambda: y @ w3.T))
+
+
+def losses(tokens: int) -> None:
+    logits = torch.randn(8192, V, device="cuda").bfloat16()
+    targets = torch.randint(0, V, (8192,), device="cuda")
+    exact = logits[:256].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets[:256], reduction="none")
+    expected.sum().backward()
+    few = logits[:256].clone()
+    row("cross-entropy: error", error(cross_entropy.cross_entropy_(few, targets[:256], -100), expected), "relative")
+    row("cross-entropy: gradient's error", error(few, exact.grad), "relative")
+    row("cross-entropy 8192", milliseconds(lambda: cross_entropy.cross_entropy_(logits, targets, -100)))
+    weight = torch.randn(V, E, device="cuda", requires_grad=True)
+    hidden = torch.randn(1, tokens, E, device="cuda", requires_grad=True)
+    targets = torch.randint(0, V, (1, tokens), device="cuda")
+
+    def head(x):
+        return torch.nn.functional.linear(x * E**-0.5, weight)
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            next_token_loss(head, weight, hidden, targets, torch.ones_like(targets, dtype=torch.bool)).backward()
+
+    row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
+
+
+def training(batch: int, length: int, profile: bool, whole: bool, name: str = "gss") -> None:
+    torch._dynamo.reset()
+    model = gss.build_model(gss.preset(name)).cuda()
+    forward = torch.compile(model.hidden) if whole else model.hidden
+    for layer in () if whole else model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden, _ = forward(tokens, keep_state=False)
+            loss = next_token_loss(model.logits, model.embedding.weight, hidden, tokens, mask)
+        (loss / tokens.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    median = sorted(times)[len(times) // 2]
+    row(f"training {name} {batch}x{length}", batch * length / median, "k tokens/s")
+    row(f"training {name} {batch}x{length}: step", median)
+    row(f"training {name} {batch}x{length}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+    if profile:
+        show_profile(step)
+
+
+@torch.no_grad()
+def prefill(length: int) -> None:
+    """A prompt read whole, and where the time goes."""
+    model = gss.build_model(gss.preset("gss")).cuda().eval()
+    tokens = torch.randint(0, V, (1, length), device="cuda")
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            read(model, tokens, piece=length)
+
+    row(f"prefill 1x{length}", milliseconds(run))
+    show_profile(run)
+
+
+def show_profile(step) -> None:
+    """The kernels of one step by the time they take."""
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+        step()
+        torch.cuda.synchronize()
+    table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+    lines = [line for line in table.splitlines() if line.strip()]
+    print("\n".join(line[:92] + " " + " ".join(line[92:].split()[-5:]) for line in lines), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="compile the layers together instead of one by one")
+    parser.add_argument("--parts", default="convolution,modes,gates,losses,prefill,training")
+    parser.add_argument("--shapes", default="16x4096")
+    parser.add_argument("--model", default="gss", help="the preset to train")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    parts = arguments.parts.split(",")
+    actions = {
+        "convolution": lambda: (convolution(16, 4096), convolution(32, 1024)),
+        "modes": lambda: modes(4096),
+        "gates": lambda: gates(65_536),
+        "losses": lambda: losses(65_536),
+        "prefill": lambda: prefill(65_536),
+    }
+    for part in parts:
+        if part in actions:
+            try:
+                actions[part]()
+            except Exception as problem:
+                print(part, "failed:", repr(problem)[:1500], flush=True)
+    if "training" in parts:
+        a = torch.randn(8192, 8192, device="cuda").bfloat16()
+        row("bf16 matrix product 8192", 2 * 8192**3 / milliseconds(lambda: a @ a) / 1e9, "TFLOP/s")
+        for shape in arguments.shapes.split(","):
+            batch, length = map(int, shape.split("x"))
+            try:
+                training(batch, length, arguments.profile, arguments.whole, arguments.model)
+            except torch.cuda.OutOfMemoryError:
+                print(shape, "does not fit", flush=True)
+            torch.cuda.empty_cache()
+    if arguments.out:
+        arguments.out.write_text(json.dumps(TABLE, indent=1))
+
+
+if __name__ == "__main__":
+    main()

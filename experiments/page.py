@@ -1,0 +1,257 @@
+"""A page of results: the parts of a hand-written Markdown file between its markers, made anew from kept results.
+
+    <!-- results: table1 -->
+    whatever was here is replaced
+    <!-- end -->
+
+Prose around the markers stays. Works with any subset of the runs; what is missing is a dash, and named.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments import answers, page_plots
+from experiments.records import Collection, Record, read_results
+from experiments.studies import STUDIES
+from experiments.tables import markdown, notes, table
+from gss.files import write_atomically
+from gss.reproduce.settings import SCALES, SYSTEMS, System, Target, paper_corpus
+from gss.reproduce.tables import LENGTH_KEYS, NONE, Found, mean, millions, paper_figures
+from gss.reproduce.trials import Trial
+
+# What is to be there: on books every system of both tables, on the other corpora these; two more are shown if there.
+_CORPORA = {"PG-19": "books", "ArXiv": "math", "Github": "code"}
+_EVERYWHERE = ("transformer", "dss", "gss", "gss-hybrid")
+_IF_THERE = ("slide", "xl")
+_STARTS = 6  # the one that the study began with and five around it; the others are there to be tried
+_MARKED = re.compile(r"(<!-- results: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_HEADLINE = ("transformer", "dss", "rec-fixed-skip", "gss", "gss-hybrid", "gss-l", "gss-hybrid-l")
+
+
+def write_page(results: Path, pages: list[Path], images: Path, scale: str = "small") -> list[str]:
+    """Fill the marked parts of the pages and draw the figures; returns what is missing, a line each."""
+    if scale not in SCALES:
+        raise ValueError(f"there is no scale {scale!r}; choose from: {', '.join(SCALES)}")
+    found = read_results(results)
+    collection = Collection(found, scale)
+    figures = page_plots.draw_page(collection)
+    captions = {f"{page_plots.PREFIX}{p.name}.png": p.caption for p in page_plots.page_pictures(collection)}
+    images.mkdir(parents=True, exist_ok=True)
+    for name, content in figures.items():
+        write_atomically(images / name, content)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        parts = sections(found, collection, _pictures(captions, images, page))
+        filled = fill(text, parts)
+        if filled != text:
+            write_atomically(page, filled)
+    return missing(collection)
+
+
+def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """The text with what is between markers replaced; a marker that nothing belongs to is refused."""
+
+    def part(match: re.Match[str]) -> str:
+        if match[2] not in parts:
+            raise ValueError(f"there are no results named {match[2]!r}; there are: {', '.join(parts)}")
+        return f"{match[1]}\n{parts[match[2]]().strip()}\n\n{match[3]}"
+
+    if text.count("<!-- results:") != len(_MARKED.findall(text)):
+        raise ValueError("a marker <!-- results: NAME --> is misspelt or has no <!-- end -->")
+    return _MARKED.sub(part, text)
+
+
+def sections(found: Found, results: Collection, pictures: str) -> dict[str, Callable[[], str]]:
+    """Every part that a page can ask for, by name."""
+    return {
+        "missing": lambda: _missing_text(results),
+        "headline": lambda: _headline(results),
+        "table1": lambda: _papers_table("table1", results),
+        "table2": lambda: _papers_table("table2", results),
+        "dss": lambda: answers.dss(results),
+        "lengths": lambda: answers.lengths(results),
+        "hybrid": lambda: answers.hybrid(results),
+        "lanes": lambda: answers.lanes(results),
+        "block-recurrent": lambda: answers.block_recurrent(results),
+        "equal-time": lambda: answers.equal_time(results),
+        "vocabulary": lambda: _vocabulary(results),
+        "init": lambda: _by_tokens("init", results),
+        "init-hybrid": lambda: _by_tokens("init-hybrid", results),
+        "rates": lambda: _by_tokens("rates", results),
+        "figures": lambda: pictures,
+        "runs": lambda: _runs(found, results.stale()),
+        "commands": lambda: _commands(found),
+    }
+
+
+def _expected(target: str, results: Collection) -> Iterator[tuple[str, str]]:
+    """(corpus, system) of a table: what is to be there, and what is there beyond it, in the table's order."""
+    there = {paper_corpus(name) or name: name for name in results.corpora()}
+    for paper in dict.fromkeys([*_CORPORA, *there]):
+        corpus = there.get(paper) or _CORPORA[paper]
+        for system in STUDIES[target].systems:
+            if paper == "PG-19":
+                wanted = system.name not in _IF_THERE
+            else:
+                wanted = paper in _CORPORA and system.name in _EVERYWHERE
+            if wanted or results.of(corpus, system.name):
+                yield corpus, system.name
+
+
+def missing(results: Collection) -> list[str]:
+    """Runs that the page is to have and has not, a line a table and corpus."""
+    lines = []
+    for target in ("table1", "table2"):
+        for corpus in dict.fromkeys(corpus for corpus, _ in _expected(target, results)):
+            names = [name for where, name in _expected(target, results) if where == corpus]
+            runs = {SYSTEMS[name].label: results.of(corpus, name) for name in names}
+            labels = [label for label, found in runs.items() if not found]
+            untimed = [label for label, found in runs.items() if found and not found[0][1]["tokens_per_second"]]
+            lines += [f"{target}, {corpus}: {', '.join(labels)}"] if labels else []
+            lines += [f"{target}, {corpus}, alone on the GPU for its speed: {', '.join(untimed)}"] if untimed else []
+    corpora = list(dict.fromkeys(corpus for corpus, _ in _expected("table1", results)))
+    books, by_text = corpora[0], _by_text(results)
+    starts = [s.label for s in STUDIES["init"].systems if not results.of(books, s.name)]
+    if len(STUDIES["init"].systems) - len(starts) < _STARTS:
+        lines.append(f"init, {books}: {', '.join(starts)}")
+    for corpus in corpora:
+        if len({run.corpus.name for run, _ in by_text.get(corpus, [])}) < 2:
+            lines.append(f"vocabulary, {corpus}: GSS on the same text with a second vocabulary")
+    return lines
+
+
+def _missing_text(results: Collection) -> str:
+    lines = missing(results)
+    if not lines:
+        return "Every run that this page is to have is there."
+    return "\n".join(["Not run yet, a dash below:", "", *(f"- {line}" for line in lines)])
+
+
+def _papers_table(name: str, results: Collection) -> str:
+    """A table of the paper with ours beside, at the tokens that most runs have; dashes where there are none."""
+    target = STUDIES[name]
+    rows, counted = [], []
+    header: list[str] = []
+    for corpus, system in _expected(name, results):
+        part = results.of(corpus, system)
+        header, made = table(target, part)
+        rows += made or [_unmeasured(target, corpus, SYSTEMS[system])]
+        counted += part
+    return "\n\n".join([markdown(header, rows), "\n".join(f"- {note}" for note in notes(target, counted))])
+
+
+def _unmeasured(target: Target, corpus: str, system: System) -> list[str]:
+    """The row of a system that has no result yet: dashes beside the paper's figures."""
+    size, cost, scores = paper_figures(target, system, paper_corpus(corpus))
+    return [corpus, system.label, NONE, size, NONE, cost, *[NONE] * len(LENGTH_KEYS), *scores]
+
+
+def _headline(results: Collection) -> str:
+    """The shortest table: the paper's lengths on the first corpus."""
+    corpus = next(corpus for corpus, _ in _expected("table1", results))
+    header = ["model", "params", "tokens/s", "512", "4k", "16k", "65k"]
+    rows = []
+    for name in _HEADLINE:
+        part = results.of(corpus, name)
+        if part:
+            scores = [[kept["lengths"].get(at, {}).get("perplexity") for _, kept in part] for at in answers.AT]
+            speeds = mean([kept["tokens_per_second"] for _, kept in part[:1]], 0)
+            rows.append([SYSTEMS[name].label, millions(part[0][1]["parameters"]), speeds, *map(mean, scores)])
+    return markdown(header, rows) if rows else "Not run yet."
+
+
+def _by_tokens(name: str, results: Collection) -> str:
+    """A table of candidates for every number of training tokens, on the corpora that have any."""
+    target, parts = STUDIES[name], []
+    for tokens in sorted({run.tokens for run, _ in results.found}):
+        part: list[tuple[Trial, Record]] = []
+        for corpus in results.corpora():
+            there = [entry for system in target.systems for entry in results.of(corpus, system.name, tokens)]
+            # A model trained in one way is no comparison: a default that every table has, a short run for its speed.
+            ways = {(run.system.model, run.config.batching, run.system.name) for run, _ in there}
+            several = {what for what, count in Counter(way[:2] for way in ways).items() if count > 1}
+            part += [(run, kept) for run, kept in there if (run.system.model, run.config.batching) in several]
+        if part:
+            parts += [f"{tokens:,} tokens:", markdown(*table(target, part))]
+            parts += ["\n".join(f"- {note}" for note in notes(target, part))]
+    return "\n\n".join(parts) or "Not run yet."
+
+
+def _by_text(results: Collection) -> dict[str, list[tuple[Trial, Record]]]:
+    """GSS on every preparation of the same held-out text, by the corpus that the tables have."""
+    corpora = {run.corpus.name: kept["evaluation"]["text"] for run, kept in results.found}
+    there = {name: results.of(name, "vocabulary") for name in sorted(corpora)}
+    return {
+        main: [entry for name, part in there.items() if corpora[name] == corpora[main] for entry in part]
+        for main in results.corpora()
+        if there[main]
+    }
+
+
+def _vocabulary(results: Collection) -> str:
+    """Bits a byte where a text was prepared with several vocabularies."""
+    part = [entry for rows in _by_text(results).values() for entry in rows if len({r.corpus.name for r, _ in rows}) > 1]
+    if not part:
+        return "Not run yet."
+    return "\n\n".join([markdown(*table(STUDIES["vocabulary"], part)), f"- {notes(STUDIES['vocabulary'], part)[0]}"])
+
+
+def _runs(found: Found, stale: Sequence[str]) -> str:
+    """Every kept run, whatever its scale and settings; those whose settings have moved since are named."""
+    header = [
+        "run",
+        "params",
+        "tokens",
+        "epochs",
+        "seed",
+        "tokens/s",
+        "steps, min",
+        "wall, min",
+        "GB",
+        "compiled",
+        "4k",
+    ]
+    header += ["hardware", "torch", "commit", "date"]
+    rows = []
+    for run, kept in found:
+        wall, memory = kept["wall_seconds"], kept["peak_memory_bytes"]
+        parts = "over " if wall["from_step"] else ""  # what the parts before the last took is not known
+        rows.append(
+            [
+                f"`{run.name}`",
+                millions(kept["parameters"]),
+                f"{run.tokens:,}",
+                f"{kept['epochs']:.2f}",
+                str(run.config.seed),
+                "shared" if kept.get("shared") else f"{kept['tokens_per_second']:,.0f}",
+                f"{kept['seconds'] / 60:.1f}",
+                f"{parts}{(wall['training'] + wall['scoring']) / 60:.1f}",
+                NONE if memory is None else f"{memory / 1e9:.1f}",
+                "yes" if kept["layout"]["compile"] else "no",
+                mean([kept["lengths"].get("4096", {}).get("perplexity")]),
+                kept["hardware"],
+                kept["versions"].get("torch", NONE),
+                kept["commit"] or NONE,
+                kept["date"][:10],
+            ]
+        )
+    if not rows:
+        return "Not run yet."
+    names = ", ".join(f"`{name}`" for name in stale)
+    moved = [f"Made with other settings than today's, so in no table above: {names}."] if stale else []
+    return "\n\n".join([markdown(header, rows), *moved])
+
+
+def _commands(found: Found) -> str:
+    """The commands that made the results, each once."""
+    commands = sorted({kept["command"] for _, kept in found if kept["command"]})
+    return "\n".join(["```", *commands, "```"]) if commands else "None yet."
+
+
+def _pictures(figures: Mapping[str, str], images: Path, page: Path) -> str:
+    folder = Path(os.path.relpath(images, page.parent)).as_posix()
+    lines = [f"![{caption}]({folder}/{name})" for name, caption in figures.items()]
+    return "\n\n".join(lines) or "None yet."

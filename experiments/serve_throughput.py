@@ -1,0 +1,191 @@
+"""Throughput of `gss serve` beside bare generation, in one run: tokens a second at 1, 8 and 64 streams, on the CPU.
+
+    python -m experiments.serve_throughput --out benchmarks/results/serve-cpu.json
+
+A server is started as a user starts it, and clients in this process keep a number of requests under way, each for the
+same number of tokens after a prompt of its own, over plain HTTP: answers in one, and streamed. Between their turns
+`gss.generate.stream_many` produces as many tokens for as many prompts side by side in this process, with as many
+threads as the server's model has. The three take turns, and the median of the rounds counts.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gss
+from gss.bench.results import command_line
+from gss.config import to_mapping
+from gss.data import load_tokenizer
+from gss.generate import Sampling, stream_many
+from gss.train.checkpoint import save
+
+PROMPT = 32
+REQUESTS = 4
+
+
+def make_run(folder: Path, preset: str) -> Path:
+    """A run folder with an untrained model: its weights do not matter for time."""
+    model = gss.build_model(gss.preset(preset, vocab_size=257))
+    folder.mkdir()
+    facts = {"preset": preset, "model": to_mapping(model.config)}
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    load_tokenizer("bytes").save(folder / "tokenizer")
+    save(folder / "checkpoints", 1, {"model": model.state_dict()}, {})
+    return folder
+
+
+def prompts(streams: int, draw: random.Random) -> list[list[int]]:
+    """Prompts of one length, none like another."""
+    return [[draw.randrange(256) for _ in range(PROMPT)] for _ in range(streams)]
+
+
+def bare(model: gss.LanguageModel, streams: int, tokens: int, sampling: Sampling, draw: random.Random) -> float:
+    """Tokens a second of generation by itself."""
+    started = time.perf_counter()
+    seeds = list(range(streams))
+    count = sum(
+        len(row)
+        for row in stream_many(model, prompts(streams, draw), max_tokens=tokens, sampling=sampling, seeds=seeds)
+    )
+    assert count == streams * tokens
+    return count / (time.perf_counter() - started)
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> int:
+    """One request on an open connection; how many tokens came."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
+    writer.write("\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    if body["stream"]:
+        last = b""
+        while not last.endswith(b"0\r\n\r\n"):
+            received = await reader.read(1 << 16)
+            assert received
+            last = (last + received)[-1024:]
+        events = last.decode(errors="replace").split("data: ")
+        return json.loads(events[-2].partition("\n")[0])["usage"]["completion_tokens"]
+    length = int(answer.lower().partition(b"content-length: ")[2].split()[0])
+    return json.loads(await reader.readexactly(length))["usage"]["completion_tokens"]
+
+
+async def served(
+    port: int, streams: int, tokens: int, requests: int, options: dict[str, Any], draw: random.Random
+) -> float:
+    """Tokens a second that clients get; each sends its next request when it has had its last answer."""
+
+    async def client(own: list[list[int]], first: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+        count = 0
+        for number, prompt in enumerate(own):
+            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": first + number, **options}
+            count += await ask(reader, writer, body)
+        writer.close()
+        return count
+
+    lists = [prompts(requests, draw) for _ in range(streams)]
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(client(own, 1000 * number) for number, own in enumerate(lists)))
+    assert sum(counts) == streams * tokens * requests
+    return sum(counts) / (time.perf_counter() - started)
+
+
+def measure(arguments: argparse.Namespace, port: int, model: gss.LanguageModel) -> list[dict[str, Any]]:
+    """A row for each number of streams and way of sampling."""
+    draw = random.Random(0)
+    rows = []
+    for temperature in (0.0, 0.8):
+        sampling = Sampling(temperature=temperature)
+        for streams in arguments.streams:
+            tokens = arguments.tokens
+            plain: dict[str, Any] = {"temperature": temperature, "stream": False}
+            streamed = {**plain, "stream": True, "stream_options": {"include_usage": True}}
+            speeds: dict[str, list[float]] = {"generate": [], "server": [], "server streaming": []}
+            for turn in range(arguments.rounds + 1):
+                one = {"generate": bare(model, streams, tokens, sampling, draw)}
+                for name, options in (("server", plain), ("server streaming", streamed)):
+                    one[name] = asyncio.run(served(port, streams, tokens, REQUESTS, options, draw))
+                if turn:
+                    for name, speed in one.items():
+                        speeds[name].append(speed)
+            medians = {name: statistics.median(values) for name, values in speeds.items()}
+            row = {
+                "sampling": "greedy" if temperature == 0 else f"temperature {temperature}",
+                "streams": streams,
+                "tokens_per_second": {name: round(speed, 1) for name, speed in medians.items()},
+                "share": {
+                    name: round(medians[name] / medians["generate"], 3) for name in medians if name != "generate"
+                },
+                "rounds": {name: [round(speed, 1) for speed in values] for name, values in speeds.items()},
+            }
+            rows.append(row)
+            print(
+                f"{row['sampling']:>16} {streams:>3} streams: generate {medians['generate']:>8,.0f} tokens/s, "
+                + ", ".join(f"{name} {medians[name]:>8,.0f} ({share:.0%})" for name, share in row["share"].items()),
+                flush=True,
+            )
+    return rows
+
+
+def header(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "command": command_line(),
+        "commit": commit.stdout.strip(),
+        "hardware": f"{len(os.sched_getaffinity(0))} cores of {names[0].partition(': ')[2] if names else 'a CPU'}",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": arguments.preset,
+        "threads": arguments.threads,
+        "what": f"float32; prompts of {PROMPT} tokens, no two alike, {arguments.tokens} tokens each; "
+        f"{REQUESTS} requests a client, the next when the last is answered; median of the rounds, in turns",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", default="gss-tiny")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(Path(folder) / "run", arguments.preset)
+        command = [sys.executable, "-m", "gss", "serve", str(run), "--port", "0", "--device", "cpu"]
+        server = subprocess.Popen([*command, "--threads", str(arguments.threads)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline().rpartition(":")[2])
+            rows = measure(arguments, port, gss.load(run).model)
+        finally:
+            server.terminate()
+            server.wait()
+    result = {**header(arguments), "rows": rows}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    short = [row for row in rows if min(row["share"].values()) < 0.8]
+    if short:
+        sys.exit(f"below 80% of bare generation: {[(row['sampling'], row['streams']) for row in short]}")
+
+
+if __name__ == "__main__":
+    main()

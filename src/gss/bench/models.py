@@ -1,0 +1,258 @@
+"""Whole models: training steps, prefill and decoding, in tokens per second, several presets in one run.
+
+bf16 autocast on a GPU, float32 on a CPU, random tokens in memory. Correctness comes first, at every model: the loss and
+gradients of a small batch, the first training step's loss, the last logits of a prompt, decoded logits. Where they are
+not those of plain arithmetic nothing is reported.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gss.accounting import account, flops_per_token
+from gss.bench.check import Errors, autocast, check_decoding, check_training, limited, plain_loss, relative_error
+from gss.bench.measure import intervals, median_seconds, release
+from gss.bench.results import Measurement, compared
+from gss.data import Batch
+from gss.decode import BLOCK, Decoder, decoder
+from gss.generate import read
+from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
+from gss.ops import fast
+from gss.presets import PRESETS, preset
+from gss.train.config import TrainConfig
+from gss.train.distributed import World
+from gss.train.step import Stepper
+
+_SIZES = ("-tiny", "-small", "-lm1b")
+Report = Callable[[str], None]
+
+
+def presets_of(model: str, peers: Sequence[str]) -> list[str]:
+    """A preset and those to measure beside it; a family (`transformer`, `dss`) is taken at the size of the first."""
+    size = next((suffix for suffix in _SIZES if model.endswith(suffix)), "")
+    names = [model]
+    for peer in peers:
+        name = next((name for name in (f"{peer}{size}", peer) if name in PRESETS), None)
+        if name is None:
+            raise ValueError(f"there is no peer {peer!r}: give transformer, dss or any other preset (see gss presets)")
+        names.append(name)
+    return names
+
+
+@dataclass(frozen=True)
+class TrainingSpeed:
+    """What training one model at one shape gave."""
+
+    tokens_per_second: float
+    parameters: int
+    accounted_flops: float | None = None
+    """Per token: three forward passes by `gss.accounting`, attention and convolutions included."""
+    peak_bytes: int | None = None
+    """Of GPU memory; None on a CPU."""
+
+    def rows(self, name: str, where: str, matmul_rate: float | None) -> list[Measurement]:
+        """The speed; MFU by both counts, where the machine's matrix rate is known; memory."""
+        size = f"{self.parameters / 1e6:.1f}M parameters"
+        flops = {"": 6.0 * self.parameters, ", accounted": self.accounted_flops}
+        notes = {"": "6·parameters·tokens/s", ", accounted": "gss.accounting's FLOPs"}
+        rows = [Measurement(f"training {name}, {where}", self.tokens_per_second, "tokens/s", note=size)]
+        rows += [
+            Measurement(f"MFU of {name}, {where}{end}", count * self.tokens_per_second / matmul_rate, "of matmul rate",
+                        note=notes[end])
+            for end, count in flops.items()
+            if matmul_rate and count
+        ]  # fmt: skip
+        if self.peak_bytes is not None:
+            rows.append(Measurement(f"peak memory of {name}, {where}", self.peak_bytes / 1e9, "GB"))
+        return rows
+
+
+def bench_train(
+    models: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    device: torch.device,
+    *,
+    matmul_rate: float | None = None,
+    compiled: bool = False,
+    repeats: int = 10,
+    report: Report = lambda text: None,
+) -> list[Measurement]:
+    """Rows for each preset at each (batch, length), and the errors of the small batch that was checked."""
+    report("checking the loss and gradients of a small batch")
+    errors = check_training(preset(models[0]), device, min(length for _, length in shapes))
+    rows = [error.row(f"error of the {what}", f"{models[0]}, a small batch") for what, error in errors.items()]
+    vocab_size = preset(models[0]).vocab_size
+    for batch, length in shapes:
+        where = f"{batch}×{length}"
+
+        def measure(name: str, batch: int = batch, length: int = length, where: str = where) -> list[Measurement]:
+            report(f"training {name}, {where}")
+            speed = measure_training(name, batch, length, device, compiled, repeats, vocab_size)
+            return speed.rows(name, where, matmul_rate)
+
+        rows += compared(models, f"training {{}}, {where}", measure)
+    return rows
+
+
+def measure_training(
+    name: str, batch: int, length: int, device: torch.device, compiled: bool, repeats: int, vocab_size: int
+) -> TrainingSpeed:
+    """Train a preset from fresh, with the training step of `gss train`; nothing is left in memory."""
+    release(device)
+    torch.manual_seed(0)
+    model_config = preset(name, vocab_size=vocab_size)
+    config = TrainConfig(
+        preset=name,
+        model=model_config,
+        steps=repeats + 10,
+        length=length,
+        batch_tokens=batch * length,
+        compile=compiled,
+        device=device.type,
+    )
+    tokens = torch.randint(0, vocab_size, (batch, length + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    try:
+        model = build_model(model_config).to(device)
+        expected = plain_loss(model, inputs, targets)
+        stepper = Stepper(model, config, World(device))
+        mask = torch.ones_like(targets, dtype=torch.bool)
+        starts = torch.zeros_like(mask)
+        starts[:, 0] = True
+        step = Batch(inputs, targets, mask, starts, 0, 0)
+        first = stepper.step(step, 0).loss.item()
+        if not abs(first - expected) <= 5e-3 * abs(expected):
+            raise ValueError(f"{name}: the first step's loss is {first:.4f}, the plain float32 one {expected:.4f}")
+        seconds = statistics.median(intervals(lambda: stepper.step(step, 1), repeats, device, warmup=2))
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        flops = 3 * flops_per_token(model_config, length)
+        return TrainingSpeed(inputs.numel() / seconds, account(model_config, length).parameters, flops, peak)
+    finally:
+        release(device)
+
+
+def bench_prefill(
+    models: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    device: torch.device,
+    *,
+    pieces: Sequence[int] = (),
+    compiled: bool = False,
+    repeats: int = 10,
+    report: Report = lambda text: None,
+) -> list[Measurement]:
+    """Rows for each preset at each (batch, length), read in pieces of each size (default: whole)."""
+    rows: list[Measurement] = []
+    for batch, length in shapes:
+        for piece in dict.fromkeys(min(piece, length) for piece in pieces or (length,)):
+            where = f"{batch}×{length}" + (f" in pieces of {piece:,}" if piece < length else "")
+
+            def measure(
+                name: str, batch: int = batch, length: int = length, piece: int = piece, where: str = where
+            ) -> list[Measurement]:
+                report(f"prefill {name}, {where}")
+                speed, error = measure_prefill(name, batch, length, piece, device, compiled, repeats)
+                what = f"prefill {name}, {where}"
+                return [Measurement(what, speed, "tokens/s"), error.row(f"error of {what}", "last logits")]
+
+            rows += compared(models, f"prefill {{}}, {where}", measure)
+    return rows
+
+
+@torch.no_grad()
+def measure_prefill(
+    name: str, batch: int, length: int, piece: int, device: torch.device, compiled: bool, repeats: int
+) -> tuple[float, Errors]:
+    """Tokens per second of a preset, and how far its last logits are from plain float32 (refused where too far)."""
+    release(device)
+    torch.manual_seed(0)
+    model = build_model(preset(name)).to(device).eval()
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
+
+    def prefill() -> Tensor:
+        with autocast(device):
+            return read(model, tokens, piece=piece)[0]
+
+    with fast.disabled():
+        exact, plain = read(model, tokens)[0], prefill()
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    try:
+        errors = limited(relative_error(prefill(), exact), relative_error(plain, exact), device)
+        errors.demand("the last logits of the prompt")
+        return tokens.numel() / statistics.median(intervals(prefill, repeats, device, warmup=1)), errors
+    finally:
+        release(device)
+
+
+@torch.no_grad()
+def bench_decode(
+    models: Sequence[str],
+    device: torch.device,
+    *,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (1024, 4096, 16_384, 65_536),
+    repeats: int = 5,
+    report: Report = lambda text: None,
+) -> list[Measurement]:
+    """Rows for each preset after every context at batch 1, and at the other batches after the shortest context."""
+    asked = sorted(set(contexts))
+    plan = [(1, context) for context in asked] + [(batch, asked[0]) for batch in batches if batch != 1]
+    rows: list[Measurement] = []
+    speeds: dict[str, dict[tuple[int, int], float]] = {}
+    for name in models:
+        report(f"checking the decoder of {name}")
+        torch.manual_seed(0)
+        subject = build_model(preset(name)).to(device).eval()
+        rows.append(check_decoding(subject).row(f"error of decode {name}", "logits"))
+        report(f"{name} reads and decodes")
+        rounds = {key: decoding_round(subject, prefilled(subject, *key)) for key in plan}
+        seconds = median_seconds({key: run for key, (run, _) in rounds.items()}, repeats)  # all in turns
+        speeds[name] = {(b, c): b * rounds[b, c][1] / taken for (b, c), taken in seconds.items()}
+        del rounds, subject
+        release(device)
+    for batch, context in plan:
+        where = f"batch {batch}, context {context:,}"
+        values = [Measurement(f"decode {name}, {where}", speeds[name][batch, context], "tokens/s") for name in models]
+        rows += [values[0], *(value.beside(models[0], values[0].value) for value in values[1:])]
+    if len(asked) > 1:
+        alone = [speeds[models[0]][1, context] for context in asked]
+        name = f"decode {models[0]}, a token after {asked[0]:,} → {asked[-1]:,}"
+        note = "the slowest context over the fastest"
+        rows.append(Measurement(name, max(alone) / min(alone), "× as long", 1.05, note=note))
+    return rows
+
+
+def prefilled(model: LanguageModel, batch: int, context: int) -> ModelState:
+    """The state after random tokens."""
+    device = model.embedding.weight.device
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    with autocast(device):
+        return read(model, tokens)[1]
+
+
+def decoding_round(model: LanguageModel, state: ModelState) -> tuple[Callable[[], None], int]:
+    """What decodes some tokens of each row greedily and waits for them, and how many. Whole blocks, so that folding
+    them into the state is in the time; several where a graph makes them short."""
+    device = model.embedding.weight.device
+    token = torch.zeros(state.batch, dtype=torch.int64, device=device)
+    with autocast(device):
+        going_on = decoder(model, state)
+    count = BLOCK if isinstance(going_on, Decoder) else 8 * BLOCK
+
+    def run() -> None:
+        nonlocal token
+        with autocast(device):
+            if isinstance(going_on, Decoder):
+                for _ in range(count):
+                    token = going_on.step(token).argmax(-1)
+            else:
+                token = going_on.greedy(token, count)[:, -1]
+        token.cpu()
+
+    return run, count

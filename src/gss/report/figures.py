@@ -1,0 +1,118 @@
+"""Figures as plain data, and how they are drawn: panels of lines, one look for all."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gss.report.theme import LIGHT, power_of_ten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points, joined; or a histogram, where there is one edge more than heights."""
+
+    x: Any
+    y: Any
+    colour: str
+    label: str = ""
+    look: dict[str, Any] = field(default_factory=dict)
+    """Whatever else matplotlib is to know: width, style, marker."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    log: str = ""
+    """Which axes are logarithmic: "", x, y or xy."""
+    x_ticks: Sequence[tuple[float, str]] = ()
+    y_ticks: Sequence[tuple[float, str]] = ()
+    x_format: Callable[..., str] | None = None
+    y_format: Callable[..., str] | None = None
+    y_range: tuple[float | None, float | None] = (None, None)
+    mark: float | None = None
+    """A dashed line at this x."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and what is said around it."""
+
+    name: str
+    """For file names and ids."""
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    """Below each other, or beside each other in a wide figure."""
+    size: tuple[float, float] = (4.7, 3.1)
+    wide: bool = False
+
+
+def draw(picture: Picture) -> "Figure":
+    """The figure; to be called, like what saves it, within `theme.style()`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=picture.size)
+    count = len(picture.panels)
+    grid = figure.subplots(*((1, count) if picture.wide else (count, 1)), sharex=not picture.wide, squeeze=False)
+    for axes, panel in zip(grid.ravel(), picture.panels, strict=True):
+        _draw_panel(axes, panel)
+    if not picture.wide:
+        for axes in grid.ravel()[:-1]:
+            axes.set_xlabel("")
+    named = {label: h for axes in grid.ravel() for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(named) > 1:  # over the figure, where it covers nothing
+        names = [short(label) for label in named]
+        room = int(12 * picture.size[0])
+        columns = max(1, min(len(names), room // (4 + max(map(len, names)))))
+        figure.legend(
+            list(named.values()), names, loc="outside upper left", ncols=columns, handletextpad=0.4, columnspacing=1.2,
+            handlelength=1.2, borderaxespad=0.1,
+        )  # fmt: skip
+    return figure
+
+
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    for line in panel.lines:
+        label = line.label or None
+        if len(line.x) > len(line.y):
+            axes.stairs(line.y, line.x, color=line.colour, label=label, **line.look)
+        else:
+            axes.plot(line.x, line.y, color=line.colour, label=label, **line.look)
+    for which in panel.log:
+        getattr(axes, f"set_{which}scale")("log")
+        axis = getattr(axes, f"{which}axis")
+        axis.set_major_locator(LogLocator(numticks=8))
+        axis.set_major_formatter(FuncFormatter(power_of_ten))
+        axis.set_minor_formatter(NullFormatter())
+    for axis, ticks, form in (
+        (axes.xaxis, panel.x_ticks, panel.x_format),
+        (axes.yaxis, panel.y_ticks, panel.y_format),
+    ):
+        if ticks:
+            axis.set_major_locator(FixedLocator([place for place, _ in ticks]))
+            axis.set_minor_locator(NullLocator())
+            axis.set_ticklabels([name for _, name in ticks])
+        if form is not None:
+            axis.set_major_formatter(FuncFormatter(form))
+    low, high = panel.y_range
+    axes.set_ylim(bottom=low, top=high)
+    if panel.mark is not None:
+        axes.axvline(panel.mark, color=LIGHT["before"], linestyle="--", linewidth=1, zorder=0)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+
+
+def short(name: str, size: int = 30) -> str:
+    """A name that fits a legend: its end, which tells folders apart."""
+    name = "".join(character if character.isprintable() else "\ufffd" for character in name)
+    return name if len(name) <= size else "…" + name[-size + 1 :]

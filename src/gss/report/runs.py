@@ -1,0 +1,120 @@
+"""What a run folder says of itself, read once: settings, numbers by step, machine, data, samples, weights.
+
+Parts that are not there (a run that was imported has no numbers by step, one that has just started no checkpoint) are
+None or empty; only a folder that is no run at all is refused.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gss.config import ModelConfig, from_mapping
+from gss.loading import Loaded, load
+from gss.train.checkpoint import checkpoints
+from gss.train.folder import read_metrics
+
+
+@dataclass
+class RunRecord:
+    """A run folder's contents, and the name that it has in a report."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    """As in config.json."""
+    model_config: ModelConfig
+    training: list[dict[str, Any]] = field(default_factory=list)
+    """A row per step."""
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    """A row per evaluation during training, and length."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Of the run's first start."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """As in data.json."""
+    sample: str | None = None
+    """The newest text in samples/."""
+    loaded: Loaded | None = None
+    """The newest good checkpoint; None where there is none."""
+    trouble: str = ""
+    """Why there are no weights."""
+
+    @property
+    def preset(self) -> str:
+        """The preset's name; empty where that is not known."""
+        return self.config.get("preset") or ""
+
+    @property
+    def length(self) -> int | None:
+        """Tokens per row in training."""
+        return self.config.get("length")
+
+    @property
+    def step(self) -> int:
+        """Steps taken: the checkpoint's or the last row's, whichever is more."""
+        kept = self.loaded.step if self.loaded else 0
+        return max(kept, self.training[-1]["step"] if self.training else 0)
+
+    @property
+    def last_losses(self) -> list[float]:
+        """The losses of the last twentieth of the steps."""
+        losses = [row["loss"] for row in self.training]
+        return losses[-max(1, len(losses) // 20) :]
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """Read a run folder; ValueError for anything that is none."""
+    folder = Path(path)
+    config = _json(folder / "config.json")
+    if config is None:
+        missing = "it has no config.json" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is not a run folder: {missing} (`gss train --out` makes one)")
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(f"{folder / 'config.json'} does not describe a run: it has no model")
+    run = RunRecord(folder, folder.resolve().name, config, from_mapping(ModelConfig, config["model"]))
+    if (folder / "metrics.jsonl").is_file():
+        rows = read_metrics(folder / "metrics.jsonl")
+        run.training = [row for row in rows if row.get("kind") == "train"]
+        run.held_out = [row for row in rows if row.get("kind") == "evaluation"]
+    starts = _json(folder / "environment.json")
+    run.environment = starts[0] if isinstance(starts, list) and starts else {}
+    run.data = _json(folder / "data.json") or {}
+    samples = sorted((folder / "samples").glob("step-*.txt"))
+    if samples:
+        run.sample = samples[-1].read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+    run.trouble = "the run has no checkpoint yet"
+    if checkpoints(folder / "checkpoints"):
+        try:
+            run.loaded = load(folder)
+        except (ValueError, OSError) as error:
+            run.trouble = str(error)
+    return run
+
+
+def read_runs(paths: list[Path]) -> list[RunRecord]:
+    """Several runs; where two folders have the same name, as much of their paths as tells them apart."""
+    if not paths:
+        raise ValueError("no run to report on: give at least one run folder")
+    places = [path.resolve() for path in paths]
+    for place in places:
+        if places.count(place) > 1:
+            raise ValueError(f"{place} is given twice")
+    runs = [read_run(path) for path in paths]
+    names: list[str] = []
+    size = 0
+    while len(set(names)) < len(places):
+        size += 1
+        names = ["/".join(place.parts[-size:]) for place in places]
+    for run, name in zip(runs, names, strict=True):
+        run.name = name
+    return runs
+
+
+def _json(path: Path) -> Any:
+    """The contents of a JSON file; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None

@@ -1,0 +1,183 @@
+"""From a table to its trials: which corpora are there, and what training a system on one of them means.
+
+A trial's name says what it is to people; whether a kept result belongs to it is decided by all of its settings and by
+the hashes of the tokens, not by the name.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gss.config import override
+from gss.data import open_dataset
+from gss.data.manifest import MANIFEST, read_manifest
+from gss.reproduce.settings import Scale, System, Target, paper_corpus, preset_name, settings_of
+from gss.train.config import TrainConfig, resolve
+
+TRAIN, HELD_OUT = "train", "valid"
+_LOG_LINES = 20
+_CHECKPOINTS = 2  # where the settings do not say; a signal to stop adds one
+_LONG_NAME = 60  # characters of changed settings; more become a hash
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus with a held-out split."""
+
+    name: str
+    folder: Path
+    vocab_size: int
+    lossless: bool
+    identity: Mapping[str, str]
+    """Hashes of the vocabulary and of both splits' tokens: the same text prepared elsewhere has the same."""
+    held_out_tokens: int
+    train_tokens: int
+    train_bytes: int
+    held_out: tuple[tuple[int, int], ...] = ()
+    """(tokens, bytes of text) of every held-out document, in order."""
+
+    def whole_documents(self, text_bytes: int | None) -> int | None:
+        """Tokens of the first held-out documents that together have this many bytes of text; None for all of them."""
+        tokens, read = 0, 0
+        for count, size in self.held_out:
+            if text_bytes is not None and read >= text_bytes:
+                return tokens
+            tokens, read = tokens + count, read + size
+        return None
+
+    @property
+    def paper(self) -> str | None:
+        """The corpus of the paper that it stands for."""
+        return paper_corpus(self.name)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One system on one corpus with one seed."""
+
+    system: System
+    scale: Scale
+    corpus: Corpus
+    config: TrainConfig
+    evaluate_tokens: int | None
+    changed: tuple[str, ...] = ()
+    """Settings that the user changed, `key=value`."""
+
+    @property
+    def name(self) -> str:
+        """For its file and its folder; has no slash in it."""
+        changes = "".join(f".{change}" for change in self.changed)
+        if len(changes) > _LONG_NAME or "/" in changes:
+            changes = f".{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
+        seed, steps = self.config.seed, self.config.steps
+        return f"{self.corpus.name}.{self.system.name}.{self.scale.name}.{steps}steps.seed{seed}{changes}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen in training."""
+        return self.config.steps * self.config.batch_tokens
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that are scored at each evaluation length."""
+        return min(self.evaluate_tokens or self.corpus.held_out_tokens, self.corpus.held_out_tokens)
+
+
+def find_corpora(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Corpus]:
+    """The prepared corpora in these folders: each is one, or holds some. `names` chooses among them, in its order."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        inside = [folder] if (folder / MANIFEST).is_file() else sorted(p.parent for p in folder.glob(f"*/{MANIFEST}"))
+        if not inside:
+            raise ValueError(f"{folder} neither is a prepared corpus nor holds one: make one with gss prepare")
+        for path in inside:
+            name = path.resolve().name
+            if found.setdefault(name, path) != path:
+                raise ValueError(f"two corpora are named {name}: {found[name]} and {path}")
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ValueError(f"there is no corpus {unknown[0]!r} in the data; there are: {', '.join(found)}")
+    return [_corpus(found[name]) for name in names or found]
+
+
+def _corpus(folder: Path) -> Corpus:
+    manifest = read_manifest(folder)
+    missing = [split for split in (TRAIN, HELD_OUT) if split not in manifest.splits]
+    if missing:
+        raise ValueError(f"{folder} has no split {missing[0]!r}: prepare it with a share held out (--valid)")
+    tokens = {split: manifest.splits[split]["files"][f"{split}.tokens"]["sha256"] for split in (TRAIN, HELD_OUT)}
+    held_out = open_dataset(folder, HELD_OUT, verify=False)
+    return Corpus(
+        name=folder.resolve().name,
+        folder=folder,
+        vocab_size=manifest.tokenizer["vocab_size"],
+        lossless=not manifest.tokenizer["losses"],
+        identity={"tokenizer": manifest.tokenizer["hash"], **tokens},
+        held_out_tokens=manifest.splits[HELD_OUT]["tokens"],
+        train_tokens=manifest.splits[TRAIN]["tokens"],
+        train_bytes=manifest.splits[TRAIN]["bytes"],
+        held_out=tuple(zip(held_out.lengths.tolist(), held_out.document_bytes.tolist(), strict=True)),
+    )
+
+
+def planned(
+    target: Target,
+    scale: Scale,
+    corpora: Sequence[Corpus],
+    *,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (0,),
+    tokens: int | None = None,
+    evaluate_tokens: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Trial]:
+    """Every trial of a table: the first seed of all systems, then the second of all, and so on."""
+    known = [system.name for system in target.systems]
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ValueError(f"{target.name} has no system {unknown[0]!r}; it has: {', '.join(known)}")
+    if not seeds:
+        raise ValueError("no seeds: give at least one, for example --seeds 0")
+    for option, value in (("--tokens", tokens), ("--evaluate-tokens", evaluate_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    if "seed" in (changes or {}):
+        raise ValueError("give seeds with --seeds, not with --set seed")
+    return [
+        trial_of(system, scale, corpus, seed, tokens, evaluate_tokens, changes)
+        for seed in seeds
+        for corpus in corpora
+        for system in target.systems
+        if not only or system.name in only
+    ]
+
+
+def trial_of(
+    system: System,
+    scale: Scale,
+    corpus: Corpus,
+    seed: int = 0,
+    tokens: int | None = None,
+    evaluate_tokens: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Trial:
+    """A system's trial on a corpus; `changes` to its settings win over all others."""
+    changes = changes or {}
+    settings = {**settings_of(system, scale, corpus.paper), **changes, "seed": seed}
+    config = override(resolve(preset_name(system, scale, corpus.paper), vocab_size=corpus.vocab_size), settings)
+    wanted = tokens or scale.tokens
+    if "steps" not in changes and wanted:
+        config = replace(config, steps=max(1, round(wanted / config.batch_tokens)))
+    steps = config.steps
+    habits = {
+        "report.log_every": max(1, min(100, steps // _LOG_LINES)),
+        "checkpoint.every": scale.settings.get("checkpoint.every", max(1, min(1000, steps // _CHECKPOINTS))),
+        "optimizer.warmup_steps": min(config.optimizer.warmup_steps, max(1, steps // 8)),
+    }
+    config = override(config, {**habits, **changes})
+    changed = tuple(f"{key}={value}" for key, value in sorted(changes.items()))
+    return Trial(
+        system, scale, corpus, config, evaluate_tokens or corpus.whole_documents(scale.evaluate_bytes), changed
+    )
