@@ -40,7 +40,8 @@ def beside(
 def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measurement]:
     """The rows that were asked for."""
     model, repeats = arguments.model, arguments.repeats
-    like, shapes = preset(model), [tuple(map(int, shape.split("x"))) for shape in arguments.shape]
+    like = preset(model)
+    shapes = [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in arguments.shape)]
     if arguments.what == "layer":
         config = preset(model, norm_epsilon=1e-5)  # the peer's epsilon
         return bench_layer(config, shapes, device, rivals={"pypi-gss": pypi_part}, repeats=repeats)

@@ -17,7 +17,7 @@ from experiments import answers, page_plots
 from experiments.records import Collection, Record, read_results
 from experiments.studies import STUDIES
 from experiments.tables import markdown, notes, table
-from gss.files import write_atomically
+from gss.io.files import write_file
 from gss.reproduce.settings import SCALES, SYSTEMS, System, Target, paper_corpus
 from gss.reproduce.tables import LENGTH_KEYS, NONE, Found, mean, millions, paper_figures
 from gss.reproduce.trials import Trial
@@ -41,13 +41,13 @@ def write_page(results: Path, pages: list[Path], images: Path, scale: str = "sma
     captions = {f"{page_plots.PREFIX}{p.name}.png": p.caption for p in page_plots.page_pictures(collection)}
     images.mkdir(parents=True, exist_ok=True)
     for name, content in figures.items():
-        write_atomically(images / name, content)
+        write_file(images / name, content)
     for page in pages:
         text = page.read_text(encoding="utf-8")
         parts = sections(found, collection, _pictures(captions, images, page))
         filled = fill(text, parts)
         if filled != text:
-            write_atomically(page, filled)
+            write_file(page, filled)
     return missing(collection)
 
 

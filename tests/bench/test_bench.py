@@ -109,7 +109,7 @@ def test_peers_are_found_by_family_or_preset() -> None:
 
 
 def test_the_command_prints_one_document() -> None:
-    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--length=32", "--repeats=1", "--json"]
+    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--shape=1x32", "--repeats=1", "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -118,8 +118,8 @@ def test_the_command_prints_one_document() -> None:
 
 
 def test_the_command_prints_a_table_last() -> None:
-    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--shape=1x16", "--batch=2", "--repeats=1"]
-    result = CliRunner().invoke(app, [*command, "--length=8", "--length=24"])
+    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--shape=1x16", "--repeats=1"]
+    result = CliRunner().invoke(app, [*command, "--shape=2x8", "--shape=2x24"])
     assert result.exit_code == 0, result.output
     before, _, table = result.stdout.partition("\n\n")
     assert "torch" in before

@@ -1,10 +1,9 @@
-"""The data pipeline: tokenising beside the bare library, batching on one core, peak memory of a large file.
+"""The data pipeline: tokenising beside the bare library, batching on one core.
 
 The text is the standard library of the Python at hand, as often as wanted; the vocabulary is the user's, or one that
 is trained on it first. Everything is written to a temporary folder and removed.
 """
 
-import multiprocessing
 import os
 import sysconfig
 import tempfile
@@ -24,12 +23,11 @@ WAYS: dict[str, type[Segments] | type[Lanes] | type[Packed]] = {"segments": Segm
 
 
 def bench_data(
-    *,
     tokenizer: str | None = None,
     megabytes: int = 48,
     length: int = 4096,
     batch_size: int = 32,
-    file_gigabytes: float = 0.1,
+    *,
     repeats: int = 3,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
@@ -54,10 +52,6 @@ def bench_data(
         for name, way in WAYS.items():
             rate = _tokens_per_second(way(dataset, length, min(batch_size, len(dataset))), seconds=1.0)
             rows.append(Measurement(f"batching, {name}, L={length}", rate / 1e6, "million tokens/s"))
-        if file_gigabytes:
-            report(f"preparing one file of {file_gigabytes} GB")
-            _write(root / "long.txt", text, int(file_gigabytes * 1e9), 0)
-            rows.append(_memory(root, vocabulary))
         return rows
 
 
@@ -117,34 +111,3 @@ def _tokens_per_second(batches: Batches, seconds: float) -> float:
         batches.batch(step)
         step += 1
     return step * batches.batch_size * batches.length / (time.perf_counter() - started)
-
-
-def _memory(root: Path, tokenizer: Tokenizer) -> Measurement:
-    """The most memory that preparing one long file takes, over all its processes; Linux only."""
-    tokenizer.save(root / "saved")
-    arguments = (str(root / "long.txt"), str(root / "long"), str(root / "saved"))
-    process = multiprocessing.get_context("spawn").Process(target=_prepare_long, args=arguments)
-    process.start()
-    peak = 0
-    while process.is_alive():
-        peak = max(peak, _tree_bytes(process.pid or 0))
-        process.join(timeout=0.02)
-    if process.exitcode:
-        raise ValueError("preparing the long file failed: is there room in the temporary folder?")
-    size = (root / "long.txt").stat().st_size / 1e9
-    return Measurement(f"peak memory, one file of {size:.1f} GB, {os.cpu_count()} worker(s)", peak / 1e6 or None, "MB")
-
-
-def _prepare_long(path: str, out: str, tokenizer: str) -> None:
-    prepare([path], out, load_tokenizer(tokenizer), valid=0)
-
-
-def _tree_bytes(process: int) -> int:
-    """Resident memory of a process and its descendants, from /proc; 0 for one that has ended."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        own = int(status.partition("VmRSS:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        return 0
-    return own + sum(_tree_bytes(int(child)) for child in children)

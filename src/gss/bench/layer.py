@@ -7,13 +7,13 @@ reported.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gss.bench.check import Errors, autocast, joint_error, limited, relative_error
+from gss.bench.check import Errors, autocast, joint_error, limited
 from gss.bench.measure import intervals, median_seconds, peak_bytes, release
 from gss.bench.results import Measurement, missing
 from gss.config import ModelConfig
@@ -120,40 +120,30 @@ class TrainingPass:
 
     def forward(self) -> Tensor:
         """The output."""
-        with nullcontext() if self.use_fast else fast.disabled(), self._precision():
+        with nullcontext() if self.precise else autocast(self.device):
             return self.module(self.input) if self.swap else self.module(self.input, keep_state=False)[0]
 
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, enabled=False) if self.precise else autocast(self.device)
-
-    def __call__(self) -> None:
+    def __call__(self) -> list[Tensor]:
+        """The output, and the gradients with respect to the input and every parameter."""
         self.module.zero_grad()
         self.input.grad = None
-        output = self.forward()
         with nullcontext() if self.use_fast else fast.disabled():
+            output = self.forward()
             output.backward(self.gradient.to(output.dtype))
-
-    def results(self) -> tuple[Tensor, list[Tensor]]:
-        """The output, and the gradients with respect to the input and every parameter."""
-        self()
-        output = self.forward().detach()
         gradients = [tensor.grad for tensor in (self.input, *self.module.parameters())]
-        return output, [gradient for gradient in gradients if gradient is not None]
+        return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _errors(setting: Setting, use_fast: bool) -> Iterator[tuple[str, Errors]]:
     """Errors of one path against float64, each refused where it is too large; short and narrow batches are enough."""
     length = setting.length if setting.device.type == "cuda" else min(setting.length, _CHECKED)
     small = Setting(setting.part, setting.config, min(2, setting.batch), length, setting.device)
-    exact_output, exact = TrainingPass(small, False, precise=True).results()
-    found = [TrainingPass(small, on).results() for on in dict.fromkeys((use_fast, False))]
-    two = [
-        (relative_error(out, exact_output), relative_error(g[0], exact[0]), joint_error(g[1:], exact[1:]))
-        for out, g in found
-    ]
-    for i, what in enumerate(("output", "gradient of the input", "gradients of the parameters")):
-        errors = limited(two[0][i], two[-1][i], setting.device)
-        yield what, errors.demand(f"{small}: the {what}")
+    exact = TrainingPass(small, False, precise=True)()
+    found = [TrainingPass(small, on)() for on in (use_fast, False)]
+    parts = {"output": slice(1), "gradient of the input": slice(1, 2), "gradients of the parameters": slice(2, None)}
+    for what, part in parts.items():
+        measured, plain = (joint_error(result[part], exact[part]) for result in found)
+        yield what, limited(measured, plain, setting.device).demand(f"{small}: the {what}")
 
 
 def _memory(setting: Setting, contestant: TrainingPass) -> int:

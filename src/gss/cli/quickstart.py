@@ -30,7 +30,7 @@ def quickstart_command(
 ) -> None:
     """Prepare the Python standard library, train a small GSS-Hybrid and a small GSS, evaluate, sample, report.
 
-    What is there already is gone on with. Each part is one command of its own; they are shown on the way.
+    What is there already is continued. Each part is one command of its own; they are shown on the way.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -90,17 +90,9 @@ def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
     """What the best guesser that knows only how often each byte occurs would score: the same at every length."""
     from gss.evaluate import Evaluation, LengthResult
 
-    tokens, nats = len(dataset.tokens), dataset.unigram_entropy * len(dataset.tokens)
-    rows = [
-        LengthResult(
-            length=length,
-            tokens=tokens,
-            loss=dataset.unigram_entropy,
-            standard_error=math.nan,
-            word_perplexity=math.exp(min(nats / int(dataset.document_words.sum()), 700.0)),
-            bits_per_byte=nats / math.log(2) / int(dataset.document_bytes.sum()),
-            by_position=(),
-        )
-        for length in lengths
-    ]
+    tokens, entropy = len(dataset.tokens), dataset.unigram_entropy
+    nats = entropy * tokens
+    word_perplexity = math.exp(min(nats / int(dataset.document_words.sum()), 700.0))
+    bits = nats / math.log(2) / int(dataset.document_bytes.sum())
+    rows = (LengthResult(length, tokens, entropy, math.nan, word_perplexity, bits, ()) for length in lengths)
     return Evaluation(tuple(rows), len(dataset), tokens, dataset.split)

@@ -55,7 +55,7 @@ def evaluate_command(
     from gss.cli.progress import share_bar
     from gss.data import open_dataset, require_same
     from gss.evaluate import evaluate
-    from gss.files import finite
+    from gss.io.files import finite
     from gss.loading import load
     from gss.paper import PERPLEXITY
     from gss.train.distributed import pick_device

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import gss
-from gss.files import write_atomically
 from gss.generate import Sampling, generate
+from gss.io.files import write_file
 from gss.report.curves import length_pictures, training_pictures
 from gss.report.page import Note, Report, Sample, Section, html
 from gss.report.runs import RunRecord, read_runs
@@ -52,7 +52,7 @@ def write_report(
     target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():
-        write_atomically(target, html(_report(found, scored, prompt)))
+        write_file(target, html(_report(found, scored, prompt)))
     show("drawing", 1.0)
     return target
 

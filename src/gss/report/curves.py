@@ -21,86 +21,70 @@ _HELD_OUT: dict[str, Any] = {
 }  # fmt: skip
 _DOTS: dict[str, Any] = {"marker": "o", "markersize": 5}
 _PAPER: dict[str, Any] = {"linestyle": ":", "marker": "s", "markersize": 3.5, "linewidth": 1.2}
-# Column, title, caption, label of the axis, whether it is smoothed.
-_COLUMNS = (
-    ("learning_rate", "Learning rate", "Base rate; state-space parameters have their own, constant.", "learning rate"),
-    ("gradient_norm", "Gradient norm", "Of all gradients together, before clipping.", "norm of the gradient"),
-    (
-        "tokens_per_second",
-        "Speed",
-        "Training tokens per second, evaluations and checkpoints left out.",
-        "tokens per second",
+_COLUMNS = {
+    "loss": ("Loss", "loss (nats per token)", "Every step faint, their running mean strong; "),
+    "learning_rate": (
+        "Learning rate", "learning rate", "Base rate; state-space parameters have their own, constant."
     ),
-)
+    "gradient_norm": ("Gradient norm", "norm of the gradient", "Of all gradients together, before clipping."),
+    "tokens_per_second": (
+        "Speed", "tokens per second", "Training tokens per second, evaluations and checkpoints left out."
+    ),
+}  # fmt: skip
+"""Of a run's metrics: title, label of the axis, caption."""
+_NOISY = ("loss", "gradient_norm")
 
 
 def training_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list[Picture]:
-    """Loss, learning rate, gradient norm and speed by step; those that any run has."""
+    """Loss, learning rate, gradient norm and speed by step, where any run has them."""
     if not any(run.training for run in runs):
         return []
-    pictures = [_loss(runs, scored)]
-    for column, title, caption, label in _COLUMNS:
-        lines = []
-        for index, run in enumerate(runs):
-            at, values = _by_step(run.training, column)
-            if column == "gradient_norm" and len(values):
-                lines.append(Line(*_thinned(at, values), run_colour(index), look=_FAINT))
-                values = _smoothed(values)
-            if len(values):
-                lines.append(Line(*_thinned(at, values), run_colour(index), run.name))
-        speed = column == "tokens_per_second"
-        norms = [value for line in lines for value in line.y]
-        wide_spread = column == "gradient_norm" and max(norms) > 20 * min(norms)
-        panel = Panel(
-            "step",
-            label,
-            lines,
-            log="y" if wide_spread else "",
-            x_format=tokens,
-            y_format=tokens if speed else None,
-            y_range=(0.0 if speed else None, None),
-        )
-        pictures.append(Picture(column.replace("_", "-"), title, caption, [panel]))
-    return pictures
+    return [_by_step(runs, scored, column) for column in _COLUMNS]
 
 
-def _loss(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Picture:
+def _by_step(runs: Sequence[RunRecord], scored: Sequence[Scores], column: str) -> Picture:
+    title, label, caption = _COLUMNS[column]
     lines: list[Line] = []
-    lows: list[float] = []
-    highs: list[float] = []
+    settled: list[float] = []  # what the first steps of a loss, far above the rest, are not to flatten
     held_out = False
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
-        if not run.training:
+        rows = [row for row in run.training if row.get(column) is not None]
+        if not rows:
             continue
-        colour = run_colour(index)
-        at, losses = _by_step(run.training, "loss")
-        smooth, settled = _smoothed(losses), len(losses) // 20  # the first steps would flatten what matters
-        lines.append(Line(*_thinned(at, losses), colour, look=_FAINT))
-        lines.append(Line(*_thinned(at, smooth), colour, run.name))
-        points = _held_out_points(run, score)
+        at, values = (np.array([row[name] for row in rows], float) for name in ("step", column))
+        if column in _NOISY:
+            lines.append(Line(*_thinned(at, values), run_colour(index), look=_FAINT))
+            settled.append(values[len(values) // 20 :].min())
+            values = _smoothed(values)
+            settled.append(values[len(values) // 20 :].max())
+        lines.append(Line(*_thinned(at, values), run_colour(index), run.name))
+        points = _held_out_points(run, score) if column == "loss" else {}
         if points:
             held_out = True
-            at, values = zip(*points, strict=True)
-            lines.append(Line(at, values, colour, look=_HELD_OUT))
-        lows += [losses[settled:].min(), *(loss for _, loss in points)]
-        highs.append(smooth[settled:].max())
-    room = max(highs) - min(lows)
-    span = (min(lows) - 0.04 * room, max(highs) + 0.12 * room) if room > 0 else (None, None)
-    caption = "Every step faint, their running mean strong" + (
-        "; circles are held-out data at the training length." if held_out else "; nothing was evaluated on the way."
-    )
-    panel = Panel("step", "loss (nats per token)", lines, x_format=tokens, y_range=span)
-    return Picture("loss", "Loss", caption, [panel])
+            settled += points.values()
+            lines.append(Line([*points], [*points.values()], run_colour(index), look=_HELD_OUT))
+    low, high = (min(settled), max(settled)) if settled else (0.0, 0.0)
+    span: tuple[float | None, float | None] = (0.0 if column == "tokens_per_second" else None, None)
+    if column == "loss":
+        caption += (
+            "circles are held-out data at the training length." if held_out else "nothing was evaluated on the way."
+        )
+        span = (low - 0.04 * (high - low), high + 0.12 * (high - low)) if high > low else span
+    log = "y" if column == "gradient_norm" and high > 20 * low else ""
+    form = tokens if column == "tokens_per_second" else None
+    panel = Panel("step", label, lines, log=log, x_format=tokens, y_format=form, y_range=span)
+    return Picture(column.replace("_", "-"), title, caption, [panel])
 
 
-def _held_out_points(run: RunRecord, score: Scores) -> list[tuple[int, float]]:
-    """(step, loss) at the training length: those of the run, and the report's own at its end."""
+def _held_out_points(run: RunRecord, score: Scores) -> dict[int, float]:
+    """Step → loss at the training length: those of the run, and the report's own at its end."""
     lengths = {row["length"] for row in run.held_out}
     wanted = min(lengths, key=lambda length: abs(length - (run.length or 0)), default=None)
-    points = [(row["step"], row["loss"]) for row in run.held_out if row["length"] == wanted]
-    if score.result and run.loaded and run.loaded.step not in {step for step, _ in points}:
-        points += [(run.loaded.step, row.loss) for row in score.result.rows if row.length == run.length]
-    return sorted(points)
+    points = {row["step"]: row["loss"] for row in run.held_out if row["length"] == wanted}
+    own = [row.loss for row in score.result.rows if row.length == run.length] if score.result else []
+    if own and run.loaded:
+        points.setdefault(run.loaded.step, own[0])
+    return dict(sorted(points.items()))
 
 
 def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list[Picture]:
@@ -157,12 +141,6 @@ def _positions(result: Evaluation) -> list[PositionLoss]:
 def binary(value: float) -> str:
     """A length as the paper writes it: 512, 4k, 65k."""
     return f"{int(value)}" if value < 1000 else f"{int(value) // 1000}k"
-
-
-def _by_step(rows: Sequence[dict[str, Any]], name: str) -> tuple[Any, Any]:
-    """(steps, values) of a column of a run's metrics, where it has values."""
-    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-    return np.array([step for step, _ in pairs], float), np.array([value for _, value in pairs], float)
 
 
 def _smoothed(values: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gss.data import Dataset, open_dataset, require_same
 from gss.evaluate import Evaluation, LengthResult, PositionLoss, evaluate, reachable_lengths
-from gss.files import finite, write_atomically
+from gss.io.files import finite, write_file
 from gss.report.runs import RunRecord
 
 FOLDER = "evaluations"
@@ -95,7 +95,7 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
     path = Path(run) / FOLDER / f"{result.split}-step-{step:08d}-{dataset.hash[:12]}.json"
     try:
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, json.dumps(finite(facts), indent=2) + "\n")
+        write_file(path, json.dumps(finite(facts), indent=2) + "\n")
     except OSError:
         pass
 
@@ -103,23 +103,21 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
 def _kept(run: RunRecord, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
     """The newest kept evaluation of this checkpoint, if it is of the data and lengths that are asked for."""
     assert run.loaded is not None
-    wanted_data = run.data.get("hash")
-    if data is not None:
-        try:
-            wanted_data = open_dataset(data, SPLIT, verify=False).hash
-        except (ValueError, OSError):
-            return None
+    try:
+        wanted = run.data.get("hash") if data is None else open_dataset(data, SPLIT, verify=False).hash
+    except (ValueError, OSError):
+        return None
     files = sorted((run.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in files:
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
-            same = facts["step"] == run.loaded.step and facts["split"] == SPLIT
-            same = same and wanted_data is not None and facts["data"] == wanted_data
+            same = wanted is not None and (run.loaded.step, SPLIT, wanted) == (
+                facts["step"], facts["split"], facts["data"],
+            )  # fmt: skip
             rows = tuple(_row(values) for values in facts["rows"])
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # not ours
-        covers = lengths is None or [row.length for row in rows] == list(lengths)
-        if same and rows and covers:
+        if same and rows and (lengths is None or [row.length for row in rows] == list(lengths)):
             result = Evaluation(rows, int(facts["documents"]), rows[0].tokens, SPLIT)
             return Scores(result, facts["data"], facts.get("unigram_entropy"))
     return None

@@ -32,37 +32,17 @@ COLOURS = {
 }
 LIGHT = {name: pair[0] for name, pair in COLOURS.items()}
 _RAMP = ("#2f80c9", "#7d6bd0", "#c75f9e", "#dd7f45")  # first layer to last, readable on both
+_INK, _MUTED, _CARD = LIGHT["ink"], LIGHT["muted"], LIGHT["card"]
 _SETTINGS: dict[str, Any] = {
-    "figure.figsize": (4.7, 3.1),
-    "figure.constrained_layout.use": True,
-    "figure.facecolor": LIGHT["card"],
-    "savefig.facecolor": LIGHT["card"],
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "text.color": LIGHT["ink"],
-    "text.parse_math": False,
-    "axes.facecolor": LIGHT["card"],
-    "axes.edgecolor": LIGHT["muted"],
-    "axes.labelcolor": LIGHT["ink"],
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": False,
-    "grid.color": LIGHT["grid"],
-    "grid.linewidth": 0.8,
-    "xtick.color": LIGHT["muted"],
-    "ytick.color": LIGHT["muted"],
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",
+    "figure.constrained_layout.use": True, "figure.facecolor": _CARD, "savefig.facecolor": _CARD,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5, "text.color": _INK,
+    "text.parse_math": False, "axes.facecolor": _CARD, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK,
+    "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True, "axes.formatter.use_mathtext": False, "grid.color": LIGHT["grid"], "grid.linewidth": 0.8,
+    "xtick.color": _MUTED, "ytick.color": _MUTED, "xtick.labelsize": 8.5, "ytick.labelsize": 8.5,
+    "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.8, "svg.fonttype": "none",
     "svg.hashsalt": "gss",
-}
+}  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gss.config import to_mapping
-from gss.files import finite, write_atomically
+from gss.io.files import finite, write_file
 from gss.reproduce.trials import Trial
 from gss.train.config import differences
 
@@ -67,7 +67,7 @@ class ResultStore:
             "config": to_mapping(trial.config),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / f"{trial.name}.json", json.dumps(finite(content), indent=1) + "\n")
+        write_file(self.folder / f"{trial.name}.json", json.dumps(finite(content), indent=1) + "\n")
 
 
 def _changed(kept: Result, trial: Trial) -> dict[str, tuple[Any, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gss.files import write_atomically
+from gss.io.files import write_file
 from gss.loading import load
 from gss.model import LanguageModel
 from gss.recipes import recipe_path
@@ -111,7 +111,7 @@ def reproduce(
     outcome.done = [trial for trial, _ in found]
     outcome.left = [trial for trial in trials if not store.find(trial)]
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{target.name}.md", outcome.text)
+    write_file(out / f"{target.name}.md", outcome.text)
     return outcome
 
 

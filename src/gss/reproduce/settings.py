@@ -70,99 +70,68 @@ _BLOCK_RECURRENT = ("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-sk
 _QUIET = {"report.evaluate_every": 0, "report.sample_every": 0, "checkpoint.keep_last": 2}
 
 SCALES: dict[str, Scale] = {
-    scale.name: scale
-    for scale in (
-        Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET, adafactor_rate=0.1),
-        Scale(
-            name="small",
-            suffix="-small",
-            recipe="small",
-            tokens=800 * 131_072,
-            settings={**_QUIET, "compile": True, "checkpoint.every": 1000},
-            adafactor_rate=0.1,
-            evaluate_bytes=4_000_000,
-        ),
-        Scale(
-            name="paper",
-            suffix="",
-            recipe=None,
-            tokens=None,
-            settings={"micro_batch_tokens": 32_768, "compile": True},
-        ),
-    )
+    "tiny": Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET, adafactor_rate=0.1),
+    "small": Scale(
+        name="small",
+        suffix="-small",
+        recipe="small",
+        tokens=800 * 131_072,
+        settings={**_QUIET, "compile": True, "checkpoint.every": 1000},
+        adafactor_rate=0.1,
+        evaluate_bytes=4_000_000,
+    ),
+    "paper": Scale(
+        name="paper", suffix="", recipe=None, tokens=None, settings={"micro_batch_tokens": 32_768, "compile": True}
+    ),
 }
 
-SYSTEMS: dict[str, System] = {
-    system.name: system
-    for system in (
-        System(name="transformer", label="Transformer", model="transformer"),
-        System(name="dss", label="DSS", model="dss"),
-        System(name="gss", label="GSS", model="gss"),
-        System(name="gss-l", label="GSS-L", model="gss-l"),
-        System(name="gss-hybrid", label="GSS-Hybrid", model="gss-hybrid", about="not in the paper at this size"),
-        System(name="gss-hybrid-l", label="GSS-Hybrid-L", model="gss-hybrid-l"),
-        System(
-            name="gss-lanes",
-            label="GSS in lanes",
-            model="gss",
-            settings={"batching": "lanes"},
-            about="GSS with the state carried from segment to segment in training, as the block-recurrent have it; "
-            "not in the paper",
-        ),
-        System(name="rec-fixed-skip", label="Rec:fixed:skip", model="rec-fixed-skip"),
-        System(name="feedback-lstm-single", label="Feedback:lstm:single", model="feedback-lstm-single"),
-        System(name="feedback-fixed-skip", label="Feedback:fixed:skip", model="feedback-fixed-skip"),
-        System(
-            name="slide",
-            label="Slide",
-            model="slide",
-            about="the block-recurrent models' backbone without recurrence; not in the paper's table",
-        ),
-        System(
-            name="xl",
-            label="XL:2048",
-            model="xl",
-            about="the same with Transformer-XL's cache of 2,048; not in the paper's table",
-        ),
-    )
-}
+
+def _systems(*rows: tuple[str, str, str]) -> dict[str, System]:
+    return {name: System(name=name, label=label, model=name, about=about) for name, label, about in rows}
+
+
+SYSTEMS: dict[str, System] = _systems(
+    ("transformer", "Transformer", ""),
+    ("dss", "DSS", ""),
+    ("gss", "GSS", ""),
+    ("gss-l", "GSS-L", ""),
+    ("gss-hybrid", "GSS-Hybrid", "not in the paper at this size"),
+    ("gss-hybrid-l", "GSS-Hybrid-L", ""),
+    ("rec-fixed-skip", "Rec:fixed:skip", ""),
+    ("feedback-lstm-single", "Feedback:lstm:single", ""),
+    ("feedback-fixed-skip", "Feedback:fixed:skip", ""),
+    ("slide", "Slide", "the block-recurrent models' backbone without recurrence; not in the paper's table"),
+    ("xl", "XL:2048", "the same with Transformer-XL's cache of 2,048; not in the paper's table"),
+)
+SYSTEMS["gss-lanes"] = System(
+    name="gss-lanes",
+    label="GSS in lanes",
+    model="gss",
+    settings={"batching": "lanes"},
+    about="GSS with the state carried from segment to segment in training, as the block-recurrent have it; "
+    "not in the paper",
+)
 
 
 def _target(name: str, title: str, systems: str) -> Target:
     return Target(name=name, title=title, systems=tuple(SYSTEMS[system] for system in systems.split()))
 
 
+_ALL = "rec-fixed-skip feedback-lstm-single feedback-fixed-skip slide xl gss gss-lanes gss-hybrid gss-l gss-hybrid-l"
 TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        _target("table1", "Table 1: DSS and GSS at equal parameters", "transformer dss gss"),
-        _target(
-            "table2",
-            "Table 2: GSS and block-recurrent models",
-            "rec-fixed-skip feedback-lstm-single feedback-fixed-skip slide xl "
-            "gss gss-lanes gss-hybrid gss-l gss-hybrid-l",
-        ),
-        _target("lengths", "Perplexity beyond the training length", "gss gss-hybrid"),
-    )
+    "table1": _target("table1", "Table 1: DSS and GSS at equal parameters", "transformer dss gss"),
+    "table2": _target("table2", "Table 2: GSS and block-recurrent models", _ALL),
+    "lengths": _target("lengths", "Perplexity beyond the training length", "gss gss-hybrid"),
 }
 
-PAPER_CORPORA = {
-    "books": "PG-19",
-    "pg19": "PG-19",
-    "math": "ArXiv",
-    "arxiv": "ArXiv",
-    "code": "Github",
-    "github": "Github",
-    "stdlib": "Github",
-    "lm1b": "LM1B",
-}
-"""By how a corpus's name begins: the corpus of the paper whose figures stand beside ours."""
 _RECIPES = {"PG-19": "pg19", "ArXiv": "arxiv", "Github": "github", "LM1B": "lm1b"}
+_NAMES = {"PG-19": ("books", "pg19"), "ArXiv": ("math", "arxiv"), "Github": ("code", "github", "stdlib")}
 
 
 def paper_corpus(name: str) -> str | None:
     """The paper's corpus that a corpus of this name stands for, if there is one."""
-    return next((paper for start, paper in PAPER_CORPORA.items() if name.lower().startswith(start)), None)
+    known = {**_NAMES, "LM1B": ("lm1b",)}
+    return next((paper for paper, starts in known.items() if name.lower().startswith(starts)), None)
 
 
 def preset_name(system: System, scale: Scale, corpus: str | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write aside and rename: a reader finds the old file or the new one, whole."""
     aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
     try:

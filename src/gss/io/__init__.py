@@ -1,0 +1,1 @@
+"""What lies on disk and on which device."""
