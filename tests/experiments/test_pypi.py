@@ -51,7 +51,8 @@ def test_bench_refuses_to_report_on_a_difference(monkeypatch: pytest.MonkeyPatch
         bench_layer(config, [(1, 64)], torch.device("cpu"), rivals=rivals, repeats=1)
 
 
-def test_bench_beside_the_peer() -> None:
+def test_bench_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gss.bench.layer.peak_bytes", lambda *arguments: 1 << 20)  # a process each
     sizes = {"width": 16, "gate_width": 32, "channels": 8, "state_space.modes": 8}
     config = preset("gss-tiny", norm_epsilon=1e-5, **sizes)
     rows = bench_layer(config, [(1, 64)], torch.device("cpu"), rivals={"pypi-gss": pypi_part}, repeats=1)

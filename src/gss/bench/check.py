@@ -57,8 +57,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖ in float64; NaN compares as infinitely far."""
-    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
-    return float("inf") if torch.isnan(error) else error.item()
+    return joint_error([actual], [expected])
 
 
 def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

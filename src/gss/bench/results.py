@@ -133,26 +133,15 @@ def hardware(device: "torch.device") -> str:
 
 def versions() -> dict[str, str]:
     """Python, torch, and what of the rest is installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    there = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    return {"python": platform.python_version(), **{name: there[name] for name in _PACKAGES if name in there}}
 
 
 def source_commit() -> str:
     """The commit of the source tree this runs from, "-dirty" with changes in it; empty where there is none."""
-    folder = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -169,28 +158,19 @@ def table(rows: Sequence[Measurement]) -> str:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}×"
         lines.append((row.name, number(row.value), row.unit, goal, verdict, row.peer or "", ratio, row.note))
     columns = [column for column in zip(*lines, strict=True) if any(column[1:]) or column[0] == "what"]
-    widths = [max(map(len, column)) for column in columns]
-    right = {"value", "goal", "ratio"}
-    text = []
-    for cells in zip(*columns, strict=True):
-        padded = (
-            cell.rjust(width) if column[0] in right else cell.ljust(width)
-            for cell, width, column in zip(cells, widths, columns, strict=True)
-        )
-        text.append("  ".join(padded).rstrip())
-    text.insert(1, "-" * max(map(len, text)))
-    return "\n".join(text)
+    padded = []
+    for column in columns:
+        width, right = max(map(len, column)), column[0] in ("value", "goal", "ratio")
+        padded.append([cell.rjust(width) if right else cell.ljust(width) for cell in column])
+    text = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+    return "\n".join([text[0], "-" * max(map(len, text)), *text[1:]])
 
 
 def number(value: float | None) -> str:
     """A figure in the digits that matter: 431,204 · 12.3 · 0.652 · 3.1e-04; a dash for None."""
     if value is None:
         return "–"
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 0.01 or size == 0:
-        return f"{value:.3f}"
-    return f"{value:.1e}"
+    for least, form in ((1000, ",.0f"), (10, ".1f"), (0.01, ".3f")):
+        if abs(value) >= least:
+            return f"{value:{form}}"
+    return f"{value:.1e}" if value else "0.000"
