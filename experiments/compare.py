@@ -36,7 +36,7 @@ def paired_ratio(ours: Documents, theirs: Documents) -> Comparison:
     """Our perplexity over theirs; both scored on the same documents, in the same order.
 
     >>> print(paired_ratio([(30.0, 10), (62.0, 20)], [(33.0, 10), (64.0, 20)]))
-    0.8465 ± 0.0847 over 2 documents
+    0.8465 ± 0.0820 over 2 documents
     """
     our_nats, our_counts = np.array(ours, dtype=np.float64).T
     their_nats, their_counts = np.array(theirs, dtype=np.float64).T

@@ -132,7 +132,9 @@ def _init(results: Collection) -> Picture | None:
             layers.append(Line(range(1, len(values) + 1), values, run_colour(index + 2), label, {"linestyle": line}))
     panels = [
         Panel(f"perplexity on {corpus}", "start", dots, log="x" if wide_spread else "", y_ticks=ticks),
-        Panel(f"layer of {best}, before (dashed) and after", "time constant (tokens)", layers, log="y"),
+        Panel(
+            f"layer ({best.removeprefix('init-')}, dashed: before training)", "time constant (tokens)", layers, log="y"
+        ),
     ]
     caption = "Perplexity of every start, and time constants by layer before and after training"
     return Picture("init", "init", caption, panels, (9.4, 3.9), wide=True)

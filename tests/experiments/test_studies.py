@@ -137,3 +137,13 @@ def test_result_files_as_a_table(tmp_path: Path) -> None:
     assert tabulate.load_results(tmp_path / "1*.json") == records[1:]
     with pytest.raises(ValueError, match="no result files match"):
         tabulate.load_results(tmp_path / "x*.json")
+
+
+def test_the_command_keeps_what_is_done(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = [f"--set={key}={value}" for key, value in {**QUICK, "steps": 2}.items()]
+    options = ["init", "--only=init-loud", "--scale=tiny", "--device=cpu", "--seconds=600", "--shared", "--commit=abc"]
+    monkeypatch.setattr("sys.argv", ["study.py", *options, f"--data={corpus.folder}", f"--out={tmp_path}", *sets])
+    study.main()
+    (kept,) = [json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()]
+    assert (kept["system"], kept["commit"], kept["shared"]) == ("init-loud", "abc", True)
+    assert kept["command"].startswith("python -m experiments.study init --only=init-loud")
