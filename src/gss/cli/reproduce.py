@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from gss.reproduce import Corpus, Outcome
 
 STDLIB = Path("data/stdlib")
+_TARGETS = (
+    "table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS and the hybrid "
+    "by evaluation length)."
+)
+_SCALES = (
+    "tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes per run on a GPU. paper: the full "
+    "recipe, for many GPUs; the commands that train are printed, and what has been trained is scored."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -18,13 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce_command(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS "
-            "and the hybrid by evaluation length).",
-        ),
-    ],
+    target: Annotated[str, typer.Argument(help=_TARGETS)],
     out: Annotated[
         Path, typer.Option(help="Where results go; with the same folder, finished runs are not run again.")
     ] = Path("runs/reproduce"),
@@ -38,14 +40,7 @@ def reproduce_command(
     corpus: Annotated[
         list[str] | None, typer.Option(help="Take only the corpus of this name (its folder's); repeatable.")
     ] = None,
-    scale: Annotated[
-        str,
-        typer.Option(
-            help="tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes per run on a GPU. "
-            "paper: the full recipe, for many GPUs; the commands that train are printed, and what has been trained is "
-            "scored."
-        ),
-    ] = "tiny",
+    scale: Annotated[str, typer.Option(help=_SCALES)] = "tiny",
     only: Annotated[
         list[str] | None, typer.Option(help="Take only the system of this name; repeatable. A wrong one lists them.")
     ] = None,
