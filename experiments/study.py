@@ -90,8 +90,7 @@ def time_constants(model: LanguageModel) -> list[dict[str, Any]]:
     for number, layer in enumerate(model.sequence_layers(), 1):
         spaces = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
         for index, space in enumerate(spaces):
-            _, log_a = space.discretized()
-            tokens = (-1 / log_a.real).flatten().double().cpu().numpy()
+            tokens = space.time_constants().double().cpu().numpy()
             quantiles = [float(value) for value in np.quantile(tokens, QUANTILES)]
             found.append(
                 {

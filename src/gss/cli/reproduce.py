@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 STDLIB = Path("data/stdlib")
 _TARGETS = (
-    "table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS and the hybrid "
-    "by evaluation length)."
+    "table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS and "
+    "the hybrid by evaluation length)."
 )
 _SCALES = (
     "tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes per run on a GPU. paper: the full "

@@ -54,7 +54,7 @@ def records(model: LanguageModel, length: int = KERNEL_LENGTH) -> list[StateSpac
         for index, space in enumerate(inside):
             readout, log_a = space.discretized()
             name = f"{number}{'abcdef'[index] if len(inside) > 1 else ''}"
-            constants = (-1 / log_a.real).flatten().double().cpu().numpy()
+            constants = space.time_constants().double().cpu().numpy()
             found.append(StateSpaceRecord(name, constants, kernel(readout, log_a, length).double().cpu().numpy()))
     return found
 
