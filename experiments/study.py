@@ -24,7 +24,7 @@ from experiments.studies import STUDIES
 from gss.bench.results import command_line
 from gss.config import parse_assignments
 from gss.data import open_dataset
-from gss.data.manifest import COLUMNS
+from gss.data.shards import COLUMNS
 from gss.model import LanguageModel, build_model
 from gss.nn.state_space import DiagonalStateSpace
 from gss.reproduce import SCALES, Trial, find_corpora, planned, reproduce

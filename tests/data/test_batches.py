@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gss.data import Batches, Dataset, Lanes, Packed, Segments, as_tensors, dataset_from_arrays
-from gss.data.batches import _pack
-from gss.data.permutation import derive_key, permute
+from gss.data.batches import _pack, derive_key, permute
 
 EOS = 0
 WAYS = [Segments, Packed, Lanes]

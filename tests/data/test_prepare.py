@@ -14,9 +14,9 @@ import pytest
 from data_corpora import contents, folder_bytes, make_text
 
 from gss.data import SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
-from gss.data.manifest import write_manifest
 from gss.data.merge import SplitShares
 from gss.data.parts import token_dtype
+from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -51,11 +51,11 @@ def test_tokens_index_and_counts(corpus: Path, tmp_path: Path, texts: list[str])
     assert dataset.tokens.dtype == np.uint16
 
 
-def test_the_result_does_not_depend_on_processes_or_pieces(corpus: Path, tmp_path: Path) -> None:
+def test_the_result_does_not_depend_on_processes_or_spans(corpus: Path, tmp_path: Path) -> None:
     results = []
-    for number, (workers, piece_bytes) in enumerate(((1, 1 << 24), (1, 2000), (3, 2000), (2, 5000))):
+    for number, (workers, span_bytes) in enumerate(((1, 1 << 24), (1, 2000), (3, 2000), (2, 5000))):
         out = tmp_path / str(number)
-        options = SourceOptions(piece_bytes=piece_bytes)
+        options = SourceOptions(span_bytes=span_bytes)
         prepare([str(corpus)], out, BYTES, options=options, valid=0.2, test=0.1, workers=workers)
         results.append(folder_bytes(out))
     assert all(result == results[0] for result in results)
@@ -85,7 +85,7 @@ def test_many_documents_in_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     plain = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "plain", BYTES, workers=1)
     monkeypatch.setattr("gss.data.merge.BUCKET", 64)
-    monkeypatch.setattr("gss.data.merge.CHUNK", 50)
+    monkeypatch.setattr("gss.data.merge.ROWS", 50)
     monkeypatch.setattr("gss.data.merge.COPY", 7)
     small = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "small", BYTES, workers=1)
     assert plain.left_out["duplicate"]["documents"] == 300
@@ -235,7 +235,7 @@ def _prepare_with_room_for(limit: int, corpus: str, out: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
-        prepare([corpus], out, BYTES, options=SourceOptions(piece_bytes=4000), workers=1)
+        prepare([corpus], out, BYTES, options=SourceOptions(span_bytes=4000), workers=1)
     except OSError as error:
         os._exit(7 if "no room left" in str(error) and "run the same command again" in str(error) else 8)
 
@@ -250,7 +250,7 @@ def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, limit: int) -> None:
     process.join()
     assert process.exitcode == 7
     assert not (tmp_path / "out").exists()
-    prepare([str(corpus)], tmp_path / "out", BYTES, options=SourceOptions(piece_bytes=4000), workers=1)
+    prepare([str(corpus)], tmp_path / "out", BYTES, options=SourceOptions(span_bytes=4000), workers=1)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 

@@ -12,14 +12,14 @@ import pytest
 from data_corpora import folder_bytes, make_text
 
 from gss.data import SourceOptions, load_tokenizer, prepare
-from gss.data.blocks import BLOCK
+from gss.data.chunks import CHUNK
 
-PIECE = 120_000
+SPAN = 120_000
 RUN = f"""
 import sys
 from gss.data import SourceOptions, load_tokenizer, prepare
 if __name__ == "__main__":
-    options = SourceOptions(piece_bytes={PIECE})
+    options = SourceOptions(span_bytes={SPAN})
     prepare([sys.argv[1]], sys.argv[2], load_tokenizer(sys.argv[3]), options=options, valid=0.2, workers=2)
 """
 
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for seed in range(120):
         (folder / f"{seed:03d}.txt").write_text(make_text(seed, 700))
-    (folder / "long.txt").write_text("".join(make_text(seed, 3000) for seed in range(5 * BLOCK // 22_000)))
+    (folder / "long.txt").write_text("".join(make_text(seed, 3000) for seed in range(5 * CHUNK // 22_000)))
     (folder / "bad.txt").write_bytes(b"\xff")
     (folder / "copy.txt").write_bytes((folder / "007.txt").read_bytes())
     return folder
@@ -42,7 +42,7 @@ def kill_often(corpus: Path, tokenizer: Path, folder: Path, kills: int, seed: in
     script = folder / "run.py"
     script.write_text(RUN)
     started = time.monotonic()
-    options = SourceOptions(piece_bytes=PIECE)
+    options = SourceOptions(span_bytes=SPAN)
     prepare([str(corpus)], undisturbed, load_tokenizer(tokenizer), options=options, valid=0.2, workers=2)
     duration = time.monotonic() - started
     expected = folder_bytes(undisturbed)

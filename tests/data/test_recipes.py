@@ -63,7 +63,7 @@ def test_hub_tables_through_the_datasets_library(
     for number, split in enumerate(splits):
         rows = texts[number * 10 : number * 10 + 10]
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), hub / f"{split}-00000-of-00001.parquet")
-    found = prepared(recipe, tmp_path / "out", hub_name=str(hub), piece_bytes=3000)
+    found = prepared(recipe, tmp_path / "out", hub_name=str(hub), span_bytes=3000)
     assert list(found["train"].values()) == texts[:10]
     assert list(found["valid"].values()) == texts[10:20]
     with pytest.raises(ValueError, match="give a local copy with --from"):

@@ -11,7 +11,7 @@ import pytest
 from data_corpora import contents, make_text
 
 from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
-from gss.data.blocks import BLOCK
+from gss.data.chunks import CHUNK
 from gss.data.sources import split_of_name
 
 BYTES = load_tokenizer("bytes")
@@ -51,11 +51,11 @@ def test_text_files_are_documents(tmp_path: Path, texts: list[str], ending: str)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".xz", ".zst"])
-@pytest.mark.parametrize("piece_bytes", [1000, 1 << 24])
-def test_jsonl_rows_are_documents(tmp_path: Path, texts: list[str], ending: str, piece_bytes: int) -> None:
+@pytest.mark.parametrize("span_bytes", [1000, 1 << 24])
+def test_jsonl_rows_are_documents(tmp_path: Path, texts: list[str], ending: str, span_bytes: int) -> None:
     lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts))
     source = compress(tmp_path / "rows.jsonl", lines.encode(), ending)
-    found = prepared(source, tmp_path / "out", field="body", piece_bytes=piece_bytes)
+    found = prepared(source, tmp_path / "out", field="body", span_bytes=span_bytes)
     assert sorted(text for split in found.values() for text in split.values()) == sorted(texts)
 
 
@@ -69,7 +69,7 @@ def test_endings_in_capitals(tmp_path: Path, texts: list[str]) -> None:
     (folder / "3.md").write_text(texts[3])
     (folder / "4.MD").write_text(texts[4])
     # So short pieces that a compressed file taken for a plain one would be cut.
-    found = prepared(folder, tmp_path / "out", suffixes=(".Md",), piece_bytes=100)
+    found = prepared(folder, tmp_path / "out", suffixes=(".Md",), span_bytes=100)
     assert sorted(text for split in found.values() for text in split.values()) == sorted(texts[:5])
 
 
@@ -96,13 +96,13 @@ def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
 
 def test_a_long_text_is_one_document_however_it_is_stored(tmp_path: Path) -> None:
     chooser = random.Random(0)
-    text = "".join("é" * chooser.randrange(70) + "\n" for _ in range(5 * BLOCK // 70))
+    text = "".join("é" * chooser.randrange(70) + "\n" for _ in range(5 * CHUNK // 70))
     for name in ("plain", "packed"):
         (tmp_path / name).mkdir()
     (tmp_path / "plain" / "long.txt").write_text(text, newline="")
     compress(tmp_path / "packed" / "long.txt", text.encode(), ".gz")
     out, whole = tmp_path / "out", tmp_path / "whole"
-    prepare([str(tmp_path / "plain")], out, BYTES, options=SourceOptions(piece_bytes=BLOCK), valid=0, workers=1)
+    prepare([str(tmp_path / "plain")], out, BYTES, options=SourceOptions(span_bytes=CHUNK), valid=0, workers=1)
     assert contents(out) == {"train": {"plain/long.txt": text}}
     prepare([str(tmp_path / "plain")], whole, BYTES, valid=0, workers=1)
     assert (whole / "train.tokens").read_bytes() == (out / "train.tokens").read_bytes()
@@ -111,7 +111,7 @@ def test_a_long_text_is_one_document_however_it_is_stored(tmp_path: Path) -> Non
         [str(tmp_path / "plain"), str(tmp_path / "packed")],
         tmp_path / "both",
         BYTES,
-        options=SourceOptions(piece_bytes=BLOCK),
+        options=SourceOptions(span_bytes=CHUNK),
         valid=0,
         workers=1,
     )
@@ -195,7 +195,7 @@ def test_bad_documents_are_counted_and_named(tmp_path: Path) -> None:
     good = make_text(1, 50)
     (folder / "good.txt").write_text(good)
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
-    (folder / "late.txt").write_bytes(b"fine\n" * BLOCK + b"\xff")  # bad after a block that was tokenised already
+    (folder / "late.txt").write_bytes(b"fine\n" * CHUNK + b"\xff")  # bad after a block that was tokenised already
     (folder / "empty.txt").write_bytes(b"")
     (folder / "blank.txt").write_bytes(b" \n\n\t")
     (folder / "binary.txt").write_bytes(b"ELF\0\1\2")
@@ -229,13 +229,13 @@ def test_bad_documents_never_end_the_preparation(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "good.txt").write_text("good")
-    (folder / "blank.txt").write_bytes(b" \n" * (2 * BLOCK))  # read in several pieces, none of which knows the others
+    (folder / "blank.txt").write_bytes(b" \n" * (2 * CHUNK))  # read in several pieces, none of which knows the others
     (folder / "rows.jsonl").write_text('{"n": ' + "9" * 5000 + ', "text": "x"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["row"]}), folder / "footer.parquet")
     whole = (folder / "footer.parquet").read_bytes()
     start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     (folder / "footer.parquet").write_bytes(whole[:start] + b"\xff" * (len(whole) - 8 - start) + whole[-8:])
-    found = prepared(folder, tmp_path / "out", piece_bytes=BLOCK)
+    found = prepared(folder, tmp_path / "out", span_bytes=CHUNK)
     assert [text for split in found.values() for text in split.values()] == ["good"]
     assert read_manifest(tmp_path / "out").left_out == {
         "empty": {"documents": 1, "first": ["c/blank.txt"]},
@@ -257,7 +257,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 def test_rows_too_long_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gss.data.readers.MAX_ROW", 100)
+    monkeypatch.setattr("gss.data.formats.MAX_ROW", 100)
     lines = [json.dumps({"text": text}) for text in ("one", "x" * 500, "two")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     found = prepared(tmp_path / "rows.jsonl", tmp_path / "out")

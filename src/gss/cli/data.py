@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gss.data.describe import Description, SplitDescription
-    from gss.data.manifest import Manifest
-    from gss.data.sources import SourceOptions
+    from gss.data import Dataset, Manifest, SourceOptions
 
 tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 
@@ -79,8 +77,7 @@ def prepare_command(
 ) -> None:
     """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
     from gss.cli.progress import share_bar
-    from gss.data.preparation import prepare
-    from gss.data.tokenizer import load_tokenizer
+    from gss.data import load_tokenizer, prepare
 
     options = _source_options(local, suffix, field, hub_name, hub_revision, splits)
     vocabulary = load_tokenizer(tokenizer, eos)
@@ -109,16 +106,17 @@ def data_command(
     sample: Annotated[int, typer.Option("--sample", help="The number of the document whose start is shown.")] = 0,
 ) -> None:
     """Show a prepared corpus: counts, lengths, a sample; verify all its hashes."""
-    from gss.data.describe import describe
+    from gss.data import open_dataset, read_manifest
 
-    description = describe(folder, sample=sample)
-    _print_counts(description.manifest)
-    _print_vocabulary(description.manifest)
-    _print_left_out(description.manifest)
-    for split in description.splits:
-        _print_histogram(split)
-    _print_sample(description)
-    print(f"all hashes verified; manifest {description.manifest.hash}")
+    manifest = read_manifest(folder)
+    splits = [open_dataset(folder, split) for split in manifest.splits]
+    _print_counts(manifest)
+    _print_vocabulary(manifest)
+    _print_left_out(manifest)
+    for split in splits:
+        _print_lengths(split)
+    _print_sample(splits[0], sample)
+    print(f"all hashes verified; manifest {manifest.hash}")
 
 
 def train_command(
@@ -169,7 +167,7 @@ def _source_options(
     hub_revision: str | None,
     splits: str,
 ) -> "SourceOptions":
-    from gss.data.sources import SourceOptions
+    from gss.data import SourceOptions
 
     return SourceOptions(
         local=str(local) if local else None,
@@ -197,7 +195,7 @@ def _print_counts(manifest: "Manifest") -> None:
             f"{facts['longest']:,}",
             f"{facts['unigram_entropy']:.3f}",
         )
-    table.caption = "tokens count each document's end; entropy: nats a token of the unigrams"
+    table.caption = "tokens count each document's end; entropy: nats per token of the unigrams"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
     console = Console()
     if not console.is_terminal:
@@ -221,16 +219,20 @@ def _print_left_out(manifest: "Manifest") -> None:
         print(f"left out: {entry['documents']:,} {reason} ({first}{more})")
 
 
-def _print_histogram(split: "SplitDescription") -> None:
-    print(f"\n{split.name}: lengths of documents in tokens (median {split.median_length:,})")
-    most = max(bar.documents for bar in split.histogram)
-    for bar in split.histogram:
-        drawn = "█" * round(40 * bar.documents / most) or ("▏" if bar.documents else "")
-        print(f"{bar.low:>12,} to {bar.high - 1:<12,} {bar.documents:>10,} {drawn}")
+def _print_lengths(split: "Dataset") -> None:
+    import numpy as np
+
+    print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
+    bars = split.length_histogram()
+    most = max(documents for _, _, documents in bars)
+    for low, high, documents in bars:
+        drawn = "█" * round(40 * documents / most) or ("▏" if documents else "")
+        print(f"{low:>12,} to {high - 1:<12,} {documents:>10,} {drawn}")
 
 
-def _print_sample(description: "Description") -> None:
-    split = description.splits[0]
-    print(f"\nsample: {split.name}, document {split.sample_name}, its first tokens decoded:\n")
-    print("\n".join(f"  | {line}" for line in split.sample_text.splitlines()))
+def _print_sample(split: "Dataset", number: int, tokens: int = 120) -> None:
+    document = split.document(number % len(split))
+    print(f"\nsample: {split.split}, document {document.name}, its first tokens decoded:\n")
+    text = split.tokenizer().decode(document.tokens[:tokens])
+    print("\n".join(f"  | {line}" for line in text.splitlines()))
     print()

@@ -1,14 +1,12 @@
 """From text to batches of token ids; knows nothing of models.
 
-text -> sources -> readers -> tokenizer -> parts -> merge -> shards -> batches -> prefetch
+text -> sources -> formats -> chunks -> tokenizer -> parts -> merge -> shards -> batches -> prefetch
 """
 
-from gss.data.batches import Batch, Batches, Packed, Segments, as_tensors
-from gss.data.lanes import Lanes
-from gss.data.manifest import Manifest, read_manifest
+from gss.data.batches import Batch, Batches, Lanes, Packed, Segments, as_tensors
 from gss.data.prefetch import Prefetch
-from gss.data.preparation import prepare
-from gss.data.shards import Dataset, Document, dataset_from_arrays, open_dataset
+from gss.data.preparation import prepare, usable_cores
+from gss.data.shards import Dataset, Document, Manifest, dataset_from_arrays, open_dataset, read_manifest
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
 
@@ -31,4 +29,5 @@ __all__ = [
     "prepare",
     "read_manifest",
     "require_same",
+    "usable_cores",
 ]

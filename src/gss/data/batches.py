@@ -8,20 +8,23 @@ Before a document's first id stands the end-of-document id, which is also what l
 inputs are targets shifted by one everywhere. B batch, L length.
 """
 
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gss.data.permutation import derive_key, permute
 from gss.data.shards import Dataset
 
 if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array")
+Other = TypeVar("Other")
 Numbers = npt.NDArray[np.int64]
+Ranges = tuple[Numbers, Numbers, npt.NDArray[np.bool_]]  # begins and ends, and which rows start fresh
 
 
 @dataclass(frozen=True)
@@ -35,27 +38,21 @@ class Batch(Generic[Array]):
     step: int
     epoch: int
 
+    def map(self, convert: Callable[[Array], Other]) -> "Batch[Other]":
+        """The same batch with each array converted."""
+        tokens, targets, mask, starts = map(convert, (self.tokens, self.targets, self.mask, self.starts))
+        return Batch(tokens, targets, mask, starts, self.step, self.epoch)
+
 
 def as_tensors(batch: Batch[npt.NDArray[Any]], pin: bool = False) -> "Batch[torch.Tensor]":
     """The same batch as torch tensors, in pinned memory if asked."""
     import torch
 
-    def convert(array: npt.NDArray[Any]) -> "torch.Tensor":
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if pin else tensor
-
-    return Batch(
-        convert(batch.tokens),
-        convert(batch.targets),
-        convert(batch.mask),
-        convert(batch.starts),
-        batch.step,
-        batch.epoch,
-    )
+    return batch.map(lambda array: torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array))
 
 
 class Batches:
-    """What the three ways to batch share: steps, epochs, ranks, and copying stretches of tokens into rows."""
+    """What the three ways to batch share: steps, epochs, ranks, and copying ranges of tokens into rows."""
 
     steps_per_epoch: int
 
@@ -74,13 +71,12 @@ class Batches:
             raise ValueError(f"a batch of {self.batch_size} rows does not divide among {world} ranks")
         share = self.batch_size // world
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        rows = np.arange(rank * share, (rank + 1) * share)
-        begins, ends, fresh = self._stretches(epoch, step_in_epoch, rows)
+        begins, ends, fresh = self._ranges(epoch, step_in_epoch, np.arange(rank * share, (rank + 1) * share))
         batch = self._copy(begins, ends, fresh, step, epoch)
         self._mark_inner_starts(batch, begins, ends)
         return batch
 
-    def _stretches(self, epoch: int, step: int, rows: Numbers) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
+    def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
         """For each row the tokens [begin, end) that are its targets, and whether it starts fresh."""
         raise NotImplementedError
 
@@ -92,17 +88,14 @@ class Batches:
     ) -> Batch[npt.NDArray[Any]]:
         shape = (len(begins), self.length)
         stream, eos = self.dataset.tokens, self.dataset.eos_id
-        tokens, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        tokens, targets = np.full(shape, eos, np.int64), np.full(shape, eos, np.int64)
         for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             count = end - begin
             targets[row, :count] = stream[begin:end]
             if begin:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
             elif count:  # before the first document of all stands the id that ends documents, too
-                tokens[row, 0] = eos
                 tokens[row, 1:count] = stream[: end - 1]
-            tokens[row, count:] = eos
-            targets[row, count:] = eos
         mask = np.arange(self.length) < (ends - begins)[:, None]
         starts = np.zeros(shape, bool)
         starts[:, 0] = fresh
@@ -110,23 +103,25 @@ class Batches:
 
 
 class _ShuffledRows(Batches):
-    """Ways to batch whose rows are independent: `rows` stretches, shuffled anew each epoch.
+    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled anew each epoch.
 
     The last step of an epoch is filled with rows of padding, so that an epoch holds every target exactly once.
     """
 
     rows: int
 
-    def _stretches(self, epoch: int, step: int, rows: Numbers) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
+    def _set_rows(self, rows: int) -> None:
+        self.rows, self.steps_per_epoch = rows, -(-rows // self.batch_size)
+
+    def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
         places = step * self.batch_size + rows
-        begins = np.zeros(len(rows), np.int64)
-        ends = np.zeros(len(rows), np.int64)
+        begins, ends = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         real = places < self.rows
         chosen = permute(places[real], self.rows, derive_key(self.seed, epoch))
-        begins[real], ends[real] = self._row_stretches(chosen)
+        begins[real], ends[real] = self._row_ranges(chosen)
         return begins, ends, np.ones(len(rows), bool)
 
-    def _row_stretches(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
+    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         raise NotImplementedError
 
 
@@ -136,10 +131,9 @@ class Segments(_ShuffledRows):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         self._segment_ends = np.cumsum(-(-dataset.lengths // length))
-        self.rows = int(self._segment_ends[-1])
-        self.steps_per_epoch = -(-self.rows // batch_size)
+        self._set_rows(int(self._segment_ends[-1]))
 
-    def _row_stretches(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
+    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         document = np.searchsorted(self._segment_ends, chosen, side="right")
         first = np.where(document > 0, self._segment_ends[document - 1], 0)
         begins = self.dataset.starts[document] + (chosen - first) * self.length
@@ -155,10 +149,9 @@ class Packed(_ShuffledRows):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         self._bounds = np.asarray([*_pack(dataset.ends, length), len(dataset.tokens)], np.int64)
-        self.rows = len(self._bounds) - 1
-        self.steps_per_epoch = -(-self.rows // batch_size)
+        self._set_rows(len(self._bounds) - 1)
 
-    def _row_stretches(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
+    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         return self._bounds[chosen], self._bounds[chosen + 1]
 
     def _mark_inner_starts(self, batch: Batch[npt.NDArray[Any]], begins: Numbers, ends: Numbers) -> None:
@@ -191,3 +184,120 @@ def _pack(ends: Numbers, length: int, window_size: int = 1 << 18) -> list[int]:
                 reach[done] = int(np.searchsorted(window, position + length, side="right"))
         number += done
     return begins
+
+
+class Lanes(Batches):
+    """Each row of the batch, its lane, follows one document after another, its state carried from step to step.
+
+    Documents are dealt to the B lanes once, the longest first to the shortest lane, so that lanes end together and an
+    epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their order
+    in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first column:
+    `starts` marks where a row's state must be fresh.
+    """
+
+    def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
+        super().__init__(dataset, length, batch_size, seed)
+        if len(dataset) < batch_size:
+            raise ValueError(
+                f"{len(dataset)} documents cannot fill {batch_size} lanes: use a smaller batch, or independent segments"
+            )
+        self._segments = -(-dataset.lengths // length)
+        self._dealt = _deal(self._segments, batch_size)
+        self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._dealt)
+        self._kept: tuple[int, list[tuple[Numbers, Numbers]]] = (-1, [])
+
+    @property
+    def fullness(self) -> float:
+        """The share of all positions of an epoch whose targets count; the rest is padding."""
+        return len(self.dataset.tokens) / (self.steps_per_epoch * self.batch_size * self.length)
+
+    def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
+        lanes = self._lanes_of(epoch)
+        begins, ends = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        fresh = np.zeros(len(rows), bool)
+        for i, row in enumerate(rows):
+            documents, segment_ends = lanes[row]
+            place = int(np.searchsorted(segment_ends, step, side="right"))
+            if place == len(documents):
+                continue  # this lane is over before the others: padding to the epoch's end
+            document = documents[place]
+            segment = step - (int(segment_ends[place - 1]) if place else 0)
+            begins[i] = self.dataset.starts[document] + segment * self.length
+            ends[i] = min(begins[i] + self.length, self.dataset.ends[document])
+            fresh[i] = segment == 0
+        return begins, ends, fresh
+
+    def _lanes_of(self, epoch: int) -> list[tuple[Numbers, Numbers]]:
+        """Each lane's documents in this epoch's order, and its segments up to each one's end."""
+        kept_epoch, lanes = self._kept  # one assignment, so that a prefetching thread and others may share this
+        if epoch != kept_epoch:
+            lanes = []
+            for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
+                documents = _shuffled(self._dealt[number], derive_key(self.seed, epoch, 1 + lane))
+                lanes.append((documents, np.cumsum(self._segments[documents])))
+            self._kept = (epoch, lanes)
+        return lanes
+
+
+def _deal(segments: Numbers, lanes: int) -> list[Numbers]:
+    """Documents by lane, dealt from the longest on to the lane that is shortest so far."""
+    dealt: list[list[int]] = [[] for _ in range(lanes)]
+    shortest = [(0, lane) for lane in range(lanes)]
+    for document in np.argsort(-segments, kind="stable").tolist():
+        filled, lane = heapq.heappop(shortest)
+        dealt[lane].append(document)
+        heapq.heappush(shortest, (filled + int(segments[document]), lane))
+    return [np.asarray(documents, np.int64) for documents in dealt]
+
+
+# A shuffle that can be asked for any place of its order, with nothing stored: a Feistel network over the next power of
+# four, walked until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never
+# changes with a library's version.
+_ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def derive_key(*parts: int) -> int:
+    """A 64-bit key from a few integers, such as a seed and an epoch."""
+    state = 0
+    for part in parts:
+        # The same mixing as below on one Python integer, which is quicker than an array of one.
+        state = (state + part * _GOLDEN + _GOLDEN) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state
+
+
+def permute(places: Sequence[int] | npt.NDArray[np.integer], count: int, key: int) -> Numbers:
+    """The items at these places of a shuffle of range(count)."""
+    values = np.asarray(places, dtype=np.uint64)
+    if values.size and int(values.max()) >= count:
+        raise ValueError(f"place {int(values.max())} is outside a shuffle of {count}")
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]
+    result = _feistel(values, half, keys)
+    outside = np.flatnonzero(result >= count)
+    while outside.size:  # follow the cycle until it comes back inside: at most a few steps, as the range is >= 1/4
+        result[outside] = _feistel(result[outside], half, keys)
+        outside = outside[result[outside] >= count]
+    return result.astype(np.int64)
+
+
+def _shuffled(items: Numbers, key: int) -> Numbers:
+    return items[permute(np.arange(len(items)), len(items), key)]
+
+
+def _feistel(values: npt.NDArray[np.uint64], half: int, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit numbers (the finaliser of splitmix64, arithmetic modulo 2^64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

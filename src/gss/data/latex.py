@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from gss.data import blocks
-from gss.data.blocks import Skip
+from gss.data import chunks
+from gss.data.chunks import Skip
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
 MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
@@ -35,9 +35,9 @@ def article_text(path: Path) -> str:
     try:
         files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise Skip(blocks.UNREADABLE) from error
+        raise Skip(chunks.UNREADABLE) from error
     except RuntimeError as error:  # how zipfile tells of encryption, and of a compression that it does not know
-        raise Skip(blocks.UNREADABLE) from error
+        raise Skip(chunks.UNREADABLE) from error
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None
     texts = {name: _decode(content, latin1) for name, content in files.items() if _included(name)}
@@ -89,7 +89,7 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _check_size(total: int) -> None:
     if total > MAX_ARTICLE:
-        raise Skip(blocks.ROW_TOO_LONG)
+        raise Skip(chunks.ROW_TOO_LONG)
 
 
 def _decode(content: bytes, latin1: bool) -> str | None:
@@ -106,7 +106,7 @@ def _main_file(files: dict[str, bytes]) -> str:
     """The file that makes the article: it has a document class; by name, then by size, where several do."""
     sources = {name: content for name, content in files.items() if name.lower().endswith(_SOURCES)}
     if not sources:
-        raise Skip(blocks.NO_SOURCE)
+        raise Skip(chunks.NO_SOURCE)
     complete = {n: c for n, c in sources.items() if b"\\documentclass" in c or b"\\documentstyle" in c}
 
     def preference(name: str) -> tuple[bool, int, int, int, str]:
@@ -126,11 +126,11 @@ def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], si
     """
     text = texts[name]
     if text is None:
-        raise Skip(blocks.INVALID_UTF8)
+        raise Skip(chunks.INVALID_UTF8)
     size += max(_SMALLEST, len(text.encode("utf-8")))
     _check_size(size)
     if len(above) > MAX_DEPTH:
-        raise Skip(blocks.ROW_TOO_LONG)
+        raise Skip(chunks.ROW_TOO_LONG)
     for line in text.splitlines(keepends=True):
         comment = _COMMENT.search(line)
         code = line[: comment.start()] if comment else line

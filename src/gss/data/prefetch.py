@@ -7,7 +7,6 @@ and opened again at any step.
 import queue
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gss.data.batches import Batch, Batches, as_tensors
@@ -62,18 +61,12 @@ class Prefetch:
             raise item
         if self._device.type == "cpu":
             return item
-
-        def move(tensor: "torch.Tensor") -> "torch.Tensor":
-            return tensor.to(self._device, non_blocking=self._pin)
-
-        return Batch(move(item.tokens), move(item.targets), move(item.mask), move(item.starts), item.step, item.epoch)
+        return item.map(lambda tensor: tensor.to(self._device, non_blocking=self._pin))
 
     def __enter__(self) -> "Prefetch":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -1,43 +1,56 @@
 """Prepare: from sources to a corpus folder of token files, in parallel, resumable after a kill.
 
-The plan (which pieces, in which units) depends on names and sizes alone. Each unit becomes a part beside the target
-in `<out>.preparing`; parts that exist are not made again. When all are there they are merged, and the finished folder
-is renamed into place: `out` is whole or it is not there. The result does not depend on the number of processes,
-nor on how often the work was interrupted.
+The plan (which spans, in which parts) depends on names and sizes alone. Parts are made beside the target in
+`<out>.preparing`; those that exist are not made again. When all are there they are merged, and the finished folder is
+renamed into place: `out` is whole or it is not there. The result does not depend on the number of processes, nor on
+how often the work was interrupted.
 """
 
-import fcntl
+import errno
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait as wait_for_sentinel
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gss.data.manifest import (
+from gss.data.formats import Span
+from gss.data.merge import SplitShares, merge_parts
+from gss.data.parts import Part, make_parts, token_dtype, write_part
+from gss.data.shards import (
     FORMAT,
     MANIFEST,
     TOKENIZER_FOLDER,
     VERSION,
     Manifest,
-    SplitWriter,
+    open_synced,
     read_manifest,
     write_manifest,
 )
-from gss.data.merge import SplitShares, merge_parts
-from gss.data.parts import Unit, explain_full_disk, make_units, token_dtype, write_part, write_synced
-from gss.data.readers import Piece
-from gss.data.sources import SPLITS, SourceOptions, find_pieces
+from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: IO[str]) -> None:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+else:
+    import fcntl
+
+    def _lock(file: IO[str]) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -54,7 +67,7 @@ def prepare(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Tokenise sources into the folder `out` and return its manifest; run again after a kill, it goes on.
+    """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it goes on.
 
     Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
     contents. `force` replaces a corpus that is in `out` already; without it a different one is refused. Anything else
@@ -63,37 +76,42 @@ def prepare(
     options = options or SourceOptions()
     shares = SplitShares(valid, test)
     target = Path(out)
-    pieces = find_pieces(list(sources), options)
-    request = _request(options, shares, tokenizer, pieces)
+    spans = find_spans(list(sources), options)
+    request = _request(options, shares, tokenizer, spans)
     work = target.with_name(target.name + ".preparing")
-    _refuse_sources_in((target, work), pieces)
+    _refuse_sources_in((target, work), spans)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(work):
-        there = _already_there(target, request, pieces, force)
+    with _locked(work), _explained_full_disk(work):
+        there = _already_there(target, request, spans, force)
         if there is None:
-            units = make_units(pieces, options.piece_bytes)
-            _open_work(work, request, units, tokenizer)
-            _write_parts(units, work, tokenizer, workers or len(os.sched_getaffinity(0)), progress)
-            there = _finish(units, work, target, tokenizer, shares, request, list(sources))
-        shutil.rmtree(work)
+            parts = make_parts(spans, options.span_bytes)
+            _open_work(work, request, parts, tokenizer)
+            _write_parts(parts, work, tokenizer, workers or usable_cores(), progress or (lambda done, total: None))
+            there = _finish(parts, work, target, tokenizer, shares, {"sources": list(sources), "request": request})
+        shutil.rmtree(work, ignore_errors=os.name == "nt")  # where the lock, still open, cannot be removed
     return there
 
 
-def _request(options: SourceOptions, shares: SplitShares, tokenizer: Tokenizer, pieces: list[Piece]) -> str:
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _request(options: SourceOptions, shares: SplitShares, tokenizer: Tokenizer, spans: list[Span]) -> str:
     """The identity of what is asked for: the same request gives the same corpus."""
     asked: dict[str, Any] = {
         "version": VERSION,
         "splits": options.splits,
         "shares": asdict(shares),
         "tokenizer": tokenizer.hash,
-        "pieces": [(p.kind, p.name, p.size, p.split, p.start, p.stop, p.field) for p in pieces],
+        "pieces": [(s.kind, s.name, s.size, s.split, s.start, s.stop, s.field) for s in spans],
     }
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _refuse_sources_in(folders: Sequence[Path], pieces: list[Piece]) -> None:
+def _refuse_sources_in(folders: Sequence[Path], spans: list[Span]) -> None:
     """Refuse to write where a source lies: what is there is cleared away in the end."""
-    paths = {Path(piece.path) for piece in pieces}
+    paths = {Path(span.path) for span in spans}
     parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
     # A link counts where it lies and where it leads.
     places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
@@ -103,7 +121,7 @@ def _refuse_sources_in(folders: Sequence[Path], pieces: list[Piece]) -> None:
             raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
 
 
-def _already_there(target: Path, request: str, pieces: list[Piece], force: bool) -> Manifest | None:
+def _already_there(target: Path, request: str, spans: list[Span], force: bool) -> Manifest | None:
     """The corpus in `target` if it is the one asked for; None where one may be written.
 
     Sources count by their names and sizes. Whether they hold what they held is not read; newer ones get a warning.
@@ -121,7 +139,7 @@ def _already_there(target: Path, request: str, pieces: list[Piece], force: bool)
         raise ValueError(
             f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
         )
-    newer = [piece.path for piece in pieces if piece.stamp > manifest.stat().st_mtime_ns]
+    newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
         warnings.warn(
             f"{target} was prepared before {newer[0]} was last written: if its text has changed, give --force",
@@ -136,7 +154,7 @@ def _locked(work: Path) -> Iterator[None]:
     work.mkdir(exist_ok=True)
     with open(work / "lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except OSError as error:
             raise ValueError(
                 f"another gss prepare is at work in {work}: wait for it, or choose another --out"
@@ -148,24 +166,36 @@ def _locked(work: Path) -> Iterator[None]:
                 shutil.rmtree(work)
 
 
-def _open_work(work: Path, request: str, units: list[Unit], tokenizer: Tokenizer) -> None:
+@contextmanager
+def _explained_full_disk(folder: Path) -> Iterator[None]:
+    """Say what to do, where an error says that there is no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            raise
+        raise OSError(
+            error.errno,
+            f"no room left to write in {folder} ({error.strerror}): free some and run the same command again; "
+            "finished parts are kept and it continues after them",
+        ) from error
+
+
+def _open_work(work: Path, request: str, parts: list[Part], tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted run of the very same plan; clear away everything else."""
-    stamps = [(piece.path, piece.stamp) for unit in units for piece in unit.pieces]
-    shape = [len(unit.pieces) for unit in units]
+    stamps = [(span.path, span.stamp) for part in parts for span in part.spans]
+    shape = [len(part.spans) for part in parts]
     plan = hashlib.sha256(json.dumps([request, stamps, shape]).encode()).hexdigest()
     plan_file = work / "plan"
     same = plan_file.is_file() and plan_file.read_text() == plan
-    wanted = {unit.part_name for unit in units} | {"lock", "plan"}
+    wanted = {part.name for part in parts} | {"lock", "plan"}
     for path in work.iterdir():
         if path.name == "lock" or (same and path.name in wanted):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    try:
-        tokenizer.save(work / TOKENIZER_FOLDER)
-        write_synced(plan_file, plan.encode())
-    except OSError as error:
-        explain_full_disk(error, work)
-        raise
+    tokenizer.save(work / TOKENIZER_FOLDER)
+    with open_synced(plan_file) as file:
+        file.write(plan.encode())
 
 
 # Each worker process loads the vocabulary once, and keeps it here.
@@ -186,41 +216,30 @@ def _die_with_parent() -> None:
     os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
 
 
-def _work_on(unit: Unit, work: str) -> int:
+def _work_on(part: Part, work: Path) -> int:
     assert _worker_tokenizer is not None
-    write_part(unit, Path(work), _worker_tokenizer, SPLITS)
-    return unit.size
+    write_part(part, work, _worker_tokenizer)
+    return part.size
 
 
-def _write_parts(units: list[Unit], work: Path, tokenizer: Tokenizer, workers: int, progress: Progress | None) -> None:
-    total = sum(unit.size for unit in units)
-    waiting = [unit for unit in units if not (work / unit.part_name).is_dir()]
-    done = total - sum(unit.size for unit in waiting)
-    report = progress or (lambda done, total: None)
+def _write_parts(parts: list[Part], work: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
+    total = sum(part.size for part in parts)
+    waiting = [part for part in parts if not (work / part.name).is_dir()]
+    done = total - sum(part.size for part in waiting)
     report(done, total)
     if workers == 1 or len(waiting) <= 1:
-        for unit in waiting:
-            write_part(unit, work, tokenizer, SPLITS)
-            done += unit.size
+        for part in waiting:
+            write_part(part, work, tokenizer)
+            done += part.size
             report(done, total)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
     folder = str(work / TOKENIZER_FOLDER)
     with ProcessPoolExecutor(min(workers, len(waiting)), context, _start_worker, (folder,)) as pool:
-        running: set[Future[int]] = set()
         try:
-            for unit in waiting:
-                if len(running) >= 2 * workers:  # a long plan is not queued whole
-                    finished, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        done += future.result()
-                        report(done, total)
-                running.add(pool.submit(_work_on, unit, str(work)))
-            while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    done += future.result()
-                    report(done, total)
+            for future in as_completed([pool.submit(_work_on, part, work) for part in waiting]):
+                done += future.result()
+                report(done, total)
         except BrokenProcessPool as error:
             raise ValueError(
                 "a worker process was killed, most likely for want of memory: run the same command again with fewer "
@@ -231,49 +250,36 @@ def _write_parts(units: list[Unit], work: Path, tokenizer: Tokenizer, workers: i
 
 
 def _finish(
-    units: list[Unit],
-    work: Path,
-    target: Path,
-    tokenizer: Tokenizer,
-    shares: SplitShares,
-    request: str,
-    sources: list[str],
+    parts: list[Part], work: Path, target: Path, tokenizer: Tokenizer, shares: SplitShares, asked: dict[str, Any]
 ) -> Manifest:
     """Merge the parts into a folder aside, seal it and rename it into place."""
     result = work / "result"
     shutil.rmtree(result, ignore_errors=True)
-    try:
-        result.mkdir()
-        tokenizer.save(result / TOKENIZER_FOLDER)
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = {split: SplitWriter(result, split, dtype, tokenizer.vocab_size) for split in SPLITS}
-        parts = [work / unit.part_name for unit in units]
-        left_out = merge_parts(parts, work / "table", writers, dtype, shares)
-        facts = {split: writer.close() for split, writer in writers.items()}
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "sources": sources,
-            "tokenizer": {
-                "kind": tokenizer.kind,
-                "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id,
-                "losses": list(tokenizer.losses),
-                "hash": tokenizer.hash,
-            },
-            "dtype": dtype.name,
-            "splits": {split: found for split, found in facts.items() if found is not None},
-            "left_out": left_out,
-            "request": request,
-        }
-        if not manifest["splits"]:
-            reasons = ", ".join(f"{entry['documents']} {reason}" for reason, entry in left_out.items())
-            shutil.rmtree(work)
-            raise ValueError(f"no document could be used ({reasons or 'there was none'}): nothing was written")
-        sealed = write_manifest(result, manifest)
-    except OSError as error:
-        explain_full_disk(error, work)
-        raise
+    result.mkdir()
+    tokenizer.save(result / TOKENIZER_FOLDER)
+    folders = [work / part.name for part in parts]
+    splits, left_out = merge_parts(folders, work / "table", result, tokenizer.vocab_size, shares)
+    if not splits:
+        reasons = ", ".join(f"{entry['documents']} {reason}" for reason, entry in left_out.items())
+        shutil.rmtree(work)
+        raise ValueError(f"no document could be used ({reasons or 'there was none'}): nothing was written")
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "sources": asked["sources"],
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "losses": list(tokenizer.losses),
+            "hash": tokenizer.hash,
+        },
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "splits": splits,
+        "left_out": left_out,
+        "request": asked["request"],
+    }
+    sealed = write_manifest(result, content)
     if target.exists():
         os.rename(target, work / "replaced")
     os.rename(result, target)

@@ -1,23 +1,120 @@
-"""Shards: a prepared split, memory-mapped and checked, as documents of token ids.
+"""Shards: a prepared corpus on disk, and its splits as documents of token ids, memory-mapped and checked.
 
-Everything here is read-only. Also makes a split from plain arrays, for tests and synthetic tasks. Knows nothing of how
-documents become batches.
+For each split: `<split>.tokens`, every document's ids followed by the end-of-document id; `<split>.documents`, columns
+of little-endian 64-bit numbers one after another (where each document's tokens end, its bytes, its words, its digest
+in two halves); `<split>.names`, one JSON string per line. `manifest.json` counts and hashes all of it, and itself. It
+holds no times or absolute places, so that the same corpus gives the same bytes. `parts` writes these files; everything
+here but `write_manifest` only reads. Knows nothing of how documents become batches.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from gss.data.manifest import COLUMNS, TOKENIZER_FOLDER, Manifest, read_manifest, unigram_entropy, verify_files
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
+
+FORMAT, VERSION = "gss-data", 1
+MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
+DTYPES = ("uint16", "uint32")  # of tokens
+COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared corpus says of itself; `hash` names it in run folders."""
+
+    content: dict[str, Any]
+    hash: str
+
+    @property
+    def splits(self) -> dict[str, dict[str, Any]]:
+        """Facts of each split, by name."""
+        return dict(self.content["splits"])
+
+    @property
+    def left_out(self) -> dict[str, dict[str, Any]]:
+        """Documents that were not used: for each reason how many, and the names of the first."""
+        return dict(self.content["left_out"])
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """Kind, size, end-of-document id, losses and hash of the vocabulary."""
+        return dict(self.content["tokenizer"])
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
+    """Seal the content with its own hash and write it."""
+    sealed = Manifest(content, _hash(content))
+    text = json.dumps({**content, "hash": sealed.hash}, indent=2, ensure_ascii=False) + "\n"
+    # A name that is not UTF-8 holds lone surrogates: a backslash replacement is how JSON spells them.
+    with open_synced(folder / MANIFEST) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+    return sealed
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[BinaryIO]:
+    """A new file that survives a crash once it is closed."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a prepared corpus; ValueError for anything that is not one, whole and unaltered."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
+        stated = content.pop("hash")
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
+    if _hash(content) != stated:
+        raise ValueError(
+            f"{path} was altered after it was written (its hash differs): prepare the corpus anew, with --force"
+        )
+    if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
+        raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
+    if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
+        raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
+    return Manifest(content, stated)
+
+
+def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool) -> None:
+    """Refuse missing, truncated and (if contents are read) altered files."""
+    for name, facts in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: prepare the corpus anew")
+        size = path.stat().st_size
+        if size != facts["size"]:
+            raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus anew")
+        if contents and file_hash(path) != facts["sha256"]:
+            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus anew")
+
+
+def file_hash(path: Path) -> str:
+    """A file's SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -73,7 +170,7 @@ class Dataset:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Nats a token of a model that knows only how often each id occurs."""
+        """Nats per token of a model that knows only how often each id occurs."""
         if self.manifest:
             return float(self.manifest.splits[self.split]["unigram_entropy"])
         return unigram_entropy(np.bincount(self.tokens.astype(np.int64), minlength=self.vocab_size))
@@ -100,6 +197,13 @@ class Dataset:
         ids = self.tokens[self.starts[number] : self.ends[number]]
         return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
 
+    def length_histogram(self) -> list[tuple[int, int, int]]:
+        """(low, high, documents with lengths in [low, high)) in powers of two, from the shortest to the longest."""
+        # frexp's exponent is exact for every length: lengths in [2^(e-1), 2^e) have exponent e.
+        exponents = np.frexp(self.lengths.astype(np.float64))[1]
+        counts = np.bincount(exponents)
+        return [(1 << (e - 1), 1 << e, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
+
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
         if self.folder is None or self.manifest is None:
@@ -118,7 +222,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     facts = manifest.splits[split]
     verify_files(root, facts["files"], contents=verify)
     dtype = np.dtype(manifest.content["dtype"]).newbyteorder("<")
-    # Plain arrays over the maps: indexing np.memmap itself costs microseconds a row.
+    # Plain arrays over the maps: indexing np.memmap itself costs microseconds per row.
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
     columns = dict(zip(COLUMNS, index, strict=True))
@@ -148,3 +252,9 @@ def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, 
     ends = np.cumsum([len(document) for document in whole])
     unknown = np.zeros(len(whole), np.int64)
     return Dataset(tokens, ends, unknown, unknown, vocab_size=vocab_size, eos_id=eos_id, split="train")
+
+
+def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
+    """Nats per token of a model that knows only how often each id occurs: what any model must beat."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -1,31 +1,45 @@
-"""Sources: from what the user names (paths or a recipe) to the pieces that will be read, in a fixed order.
+"""Sources: from what the user names (paths, or a recipe) to the spans that will be read, in a fixed order.
 
-Looks at names and sizes only; contents are read later by `readers`, piece by piece. Knows nothing of tokens.
+Recipes are the corpora of the paper by their names, and the standard library of the Python at hand. `pg19` and `lm1b`
+come from a local copy in their published formats or from the hub; `arxiv` and `github` from a local folder, as neither
+was ever released. Looks at names and sizes only; contents are read later by `formats`. Knows nothing of tokens.
 """
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gss.data.blocks import BLOCK, block_count
-from gss.data.readers import COMPRESSIONS, Piece
+from gss.data.chunks import CHUNK, chunk_count
+from gss.data.formats import COMPRESSIONS, Span
+from gss.data.latex import ARCHIVES
 
 SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("auto", "own", "hash")
-PIECE_BYTES = 1 << 24  # a longer plain file is read in pieces of this size, so that several processes share it
+SPAN_BYTES = 1 << 24  # a longer plain file is read in spans of this size, so that several processes share it
 
 _SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     "test": "test",
 }
 _LEADING_NAME = re.compile(r"^([a-z]+)(?=[-_.0-9]|$)")
+
+# Where the hub keeps each corpus as plain tables (a loading script would be code that we won't run).
+_HUB = {"pg19": ("emozilla/pg19", None), "lm1b": ("billion-word-benchmark/lm1b", "refs/convert/parquet")}
+# LM1B has one held-out set; training watches it, so that it is `valid` here.
+_HUB_SPLITS = {
+    "pg19": {"train": "train", "validation": "valid", "test": "test"},
+    "lm1b": {"train": "train", "test": "valid"},
+}
+_LM1B_FOLDERS = {
+    "training-monolingual.tokenized.shuffled": "train",
+    "heldout-monolingual.tokenized.shuffled": "valid",
+}
+_LM1B_FILE = re.compile(r"^news\.en(\.heldout)?-\d{5}-of-\d{5}$")
+_NOT_PACKAGES = ("test", "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +52,17 @@ class SourceOptions:
     splits: str = "auto"
     hub_name: str | None = None
     hub_revision: str | None = None
-    piece_bytes: int = PIECE_BYTES
+    span_bytes: int = SPAN_BYTES
 
     def __post_init__(self) -> None:
         if self.splits not in SPLIT_RULES:
             raise ValueError(f"splits are one of {', '.join(SPLIT_RULES)}, not {self.splits!r}")
-        if self.piece_bytes < 1:
-            raise ValueError(f"a piece has at least 1 byte, not {self.piece_bytes}")
+        if self.span_bytes < 1:
+            raise ValueError(f"a span has at least 1 byte, not {self.span_bytes}")
 
 
-def find_pieces(sources: Sequence[str], options: SourceOptions) -> list[Piece]:
-    """Every piece of the named sources, in an order that depends on names alone."""
-    from gss.data.recipes import RECIPES
-
+def find_spans(sources: Sequence[str], options: SourceOptions) -> list[Span]:
+    """Every span of the named sources, in an order that depends on names alone."""
     if not sources:
         raise ValueError(f"name a source: a file, a folder, or one of {', '.join(RECIPES)}")
     recipes = [source for source in sources if source in RECIPES]
@@ -60,12 +72,12 @@ def find_pieces(sources: Sequence[str], options: SourceOptions) -> list[Piece]:
         return RECIPES[recipes[0]](options)
     if options.local is not None:
         raise ValueError(f"--from belongs to a recipe ({', '.join(RECIPES)}); name paths as sources themselves")
-    files = [found for source in sources for found in _files(Path(source), options)]
-    return pieces_of_files(files, options, rule=options.splits)
+    files = [found for source in sources for found in _source_files(Path(source), options)]
+    return _spans_of_files(files, options, rule=options.splits)
 
 
-def pieces_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule: str) -> list[Piece]:
-    """Pieces of (path, name) files; under rule `auto` the names' own splits count if every file has one."""
+def _spans_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule: str) -> list[Span]:
+    """Spans of (path, name) files; under rule `auto` the names' own splits count if every file has one."""
     splits = [split_of_name(name) for _, name in files]
     if rule == "own" and None in splits:
         name = files[splits.index(None)][1]
@@ -74,19 +86,20 @@ def pieces_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule:
             "name begins so; use --splits hash"
         )
     own = rule == "own" or (rule == "auto" and None not in splits)
-    pieces: list[Piece] = []
-    for (path, name), split in zip(files, splits, strict=True):
-        pieces += file_pieces(path, name, split if own else None, options)
-    return pieces
+    return [
+        span
+        for (path, name), split in zip(files, splits, strict=True)
+        for span in _file_spans(path, name, split if own else None, options)
+    ]
 
 
 def split_of_name(name: str) -> str | None:
     """The split that a file's folder or own name tells."""
-    parts = [part.lower() for part in name.split("/")]
-    for folder in parts[:-1]:
+    *folders, own = name.lower().split("/")
+    for folder in folders:
         if folder in _SPLIT_NAMES:
             return _SPLIT_NAMES[folder]
-    leading = _LEADING_NAME.match(parts[-1])
+    leading = _LEADING_NAME.match(own)
     return _SPLIT_NAMES.get(leading.group(1)) if leading else None
 
 
@@ -100,72 +113,68 @@ def file_kind(name: str, suffixes: tuple[str, ...]) -> str | None:
         return "text"
     if plain.endswith((".jsonl", ".ndjson")):
         return "jsonl"
-    if plain.endswith(".parquet") and not compressed:
-        return "parquet"
-    return None
+    return "parquet" if plain.endswith(".parquet") and not compressed else None
 
 
-def _files(source: Path, options: SourceOptions) -> Iterator[tuple[Path, str]]:
+def _source_files(source: Path, options: SourceOptions) -> list[tuple[Path, str]]:
     if source.is_file():
         if file_kind(source.name, options.suffixes) is None:
             raise ValueError(
                 f"{source} ends in none of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst): "
                 f"if it is text, add --suffix {source.suffix or source.name}"
             )
-        yield source, source.name
-        return
+        return [(source, source.name)]
     if not source.is_dir():
-        from gss.data.recipes import RECIPES
-
         raise ValueError(f"no source {source}: neither a file, a folder nor one of {', '.join(RECIPES)}")
-    found = list(walk_files(source, options.suffixes))
+    found = _folder_files(source, options.suffixes)
     if not found:
         raise ValueError(
             f"{source} holds no .txt, .jsonl or .parquet file (plain, .gz, .xz, .zst); "
             "name other endings of text files with --suffix"
         )
-    yield from found
+    return found
 
 
-def walk_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+def _folder_files(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     """The readable files under a folder, sorted by path, named from the folder's own name on."""
-    base = folder.resolve().name
+    base, found = folder.resolve().name, []
     for directory, names, files in os.walk(folder):
         names.sort()
         for name in sorted(files):
             path = Path(directory, name)
             if not name.startswith(".") and file_kind(name, suffixes) and path.is_file():
-                yield path, f"{base}/{path.relative_to(folder).as_posix()}"
+                found.append((path, f"{base}/{path.relative_to(folder).as_posix()}"))
+    return found
 
 
-def file_pieces(path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Piece]:
-    """The pieces of one file: a plain one is shared out by its bytes, a compressed one is read at a stretch."""
+def _file_spans(path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Span]:
+    """The spans of one file: a plain one is shared out by its bytes, a compressed one is read in one go."""
     kind = file_kind(name, options.suffixes)
     assert kind is not None
-    if kind == "parquet":
-        yield from parquet_pieces(path, name, split, options.field)
-    else:
-        yield from stretches(kind, path, name, split, options)
+    return (
+        _parquet_spans(path, name, split, options.field)
+        if kind == "parquet"
+        else _ranges(kind, path, name, split, options)
+    )
 
 
-def stretches(kind: str, path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Piece]:
-    """A text's blocks, or the bytes of a file of lines, in pieces of about `piece_bytes`."""
+def _ranges(kind: str, path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Span]:
+    """Ranges of a text's chunks, or of the bytes of a file of lines, of about `span_bytes`."""
     status = path.stat()
     size, stamp = status.st_size, status.st_mtime_ns
-    if size <= options.piece_bytes or name.lower().endswith(COMPRESSIONS):
-        yield Piece(kind, str(path), name, size, split, field=options.field, stamp=stamp)
+    if size <= options.span_bytes or name.lower().endswith(COMPRESSIONS):
+        yield Span(kind, str(path), name, size, split, field=options.field, stamp=stamp)
         return
-    unit = BLOCK if kind == "text" else 1
-    total = block_count(size) if kind == "text" else size
-    step = max(1, options.piece_bytes // unit)
+    unit, total = (CHUNK, chunk_count(size)) if kind == "text" else (1, size)
+    step = max(1, options.span_bytes // unit)
     for start in range(0, total, step):
         stop = start + step if start + step < total else None
-        piece_size = min((start + step) * unit, size) - start * unit
-        yield Piece(kind, str(path), name, piece_size, split, start, stop, options.field, stamp)
+        span_size = min((start + step) * unit, size) - start * unit
+        yield Span(kind, str(path), name, span_size, split, start, stop, options.field, stamp)
 
 
-def parquet_pieces(path: Path, name: str, split: str | None, column: str) -> Iterator[Piece]:
-    """A piece for each row group of a parquet file."""
+def _parquet_spans(path: Path, name: str, split: str | None, column: str) -> Iterator[Span]:
+    """A span for each row group of a parquet file."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -175,11 +184,154 @@ def parquet_pieces(path: Path, name: str, split: str | None, column: str) -> Ite
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowInvalid, OSError, UnicodeDecodeError):
-        yield Piece("unreadable", str(path), name, status.st_size, split, stamp=status.st_mtime_ns)
+        yield Span("unreadable", str(path), name, status.st_size, split, stamp=status.st_mtime_ns)
         return
     columns = metadata.schema.to_arrow_schema().names
     if column not in columns:
         raise ValueError(f"{path} has no column {column!r} but {', '.join(columns)}: name one with --field")
     for group in range(metadata.num_row_groups):
         size = metadata.row_group(group).total_byte_size
-        yield Piece("parquet", str(path), name, size, split, group, group + 1, column, status.st_mtime_ns)
+        yield Span("parquet", str(path), name, size, split, group, group + 1, column, status.st_mtime_ns)
+
+
+def _pg19(options: SourceOptions) -> list[Span]:
+    """Folders train, validation, test of `<id>.txt`, or the hub's tables."""
+    folder = _local(options)
+    if folder is None:
+        return _from_hub("pg19", options)
+    files = [(path, name) for path, name in _folder_files(folder, options.suffixes) if split_of_name(name)]
+    if not files:
+        raise ValueError(f"{folder} is not PG-19: it has no folders train, validation, test of .txt files")
+    return _spans_of_files(files, options, rule="own")
+
+
+def _lm1b(options: SourceOptions) -> list[Span]:
+    """The published folders of files with a sentence per line, or tables."""
+    folder = _local(options)
+    if folder is None:
+        return _from_hub("lm1b", options)
+    spans: list[Span] = []
+    for own_name, split in _LM1B_FOLDERS.items():
+        for path in sorted(folder.rglob(f"{own_name}/*")):
+            if _LM1B_FILE.match(path.name):
+                spans += _ranges("lines", path, f"{own_name}/{path.name}", split, options)
+    if spans:
+        return spans
+    for path, name in _folder_files(folder, options.suffixes):
+        if split_of_name(name):
+            spans += _file_spans(path, name, "train" if split_of_name(name) == "train" else "valid", options)
+    if not spans:
+        raise ValueError(f"{folder} is not LM1B: it has neither {' nor '.join(_LM1B_FOLDERS)}, nor tables of splits")
+    return spans
+
+
+def _arxiv(options: SourceOptions) -> list[Span]:
+    """A folder of articles, each a directory or an archive; splits by folders of that name, else by hash."""
+    return _entries("arxiv", "article", options, lambda path: path.is_dir() or path.name.lower().endswith(ARCHIVES))
+
+
+def _github(options: SourceOptions) -> list[Span]:
+    """A folder of repositories; splits by folders of that name, else by hash."""
+    return _entries("github", "repository", options, Path.is_dir)
+
+
+def _stdlib(options: SourceOptions) -> list[Span]:
+    """The top-level packages and modules of this Python's standard library, without its tests."""
+    if options.local is not None:
+        raise ValueError("the recipe stdlib reads the Python at hand: leave --from out")
+    folder = Path(sysconfig.get_path("stdlib"))
+    spans = []
+    for path in sorted(folder.iterdir()):
+        is_source = path.suffix == ".py" if path.is_file() else (path / "__init__.py").is_file()
+        if is_source and path.name not in _NOT_PACKAGES and not path.name.startswith("_sysconfigdata"):
+            spans.append(_tree_span("package", path, path.stem, None))
+    if not spans:
+        raise ValueError(f"no Python source under {folder}: this Python ships its standard library without source")
+    return spans
+
+
+RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
+    "stdlib": _stdlib,
+    "pg19": _pg19,
+    "lm1b": _lm1b,
+    "arxiv": _arxiv,
+    "github": _github,
+}
+
+
+def _local(options: SourceOptions) -> Path | None:
+    if options.local is None:
+        return None
+    folder = Path(options.local)
+    if not folder.is_dir():
+        raise ValueError(f"--from {folder}: no such folder")
+    return folder
+
+
+def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[Path], bool]) -> list[Span]:
+    folder = _local(options)
+    if folder is None:
+        raise ValueError(f"the recipe {recipe} needs a folder of yours: gss prepare {recipe} --from FOLDER")
+    entries = sorted(folder.iterdir())
+    own = [path for path in entries if path.is_dir() and split_of_name(f"{path.name}/")]
+    if own and options.splits != "hash":
+        found = [(entry, split_of_name(f"{path.name}/")) for path in own for entry in sorted(path.iterdir())]
+    elif options.splits == "own":
+        raise ValueError(f"{folder} has no folders train, valid, test: use --splits hash")
+    else:
+        found = [(entry, None) for entry in entries]
+    chosen = [(entry, split) for entry, split in found if not entry.name.startswith(".") and wanted(entry)]
+    if not chosen:
+        raise ValueError(f"{folder} holds no {kind}")
+    return [_tree_span(kind, entry, entry.relative_to(folder).as_posix(), split) for entry, split in chosen]
+
+
+def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:
+    """A span for a file, or for a folder with everything in it."""
+    found = [path.stat()] if path.is_file() else []
+    for folder, names, files in os.walk(path):
+        names[:] = [name for name in names if name not in (".git", "__pycache__")]
+        found += [Path(folder, name).stat() for name in files if Path(folder, name).is_file()]
+    size, stamp = sum(status.st_size for status in found), max((status.st_mtime_ns for status in found), default=0)
+    return Span(kind, str(path), name, size, split, stamp=stamp)
+
+
+def _from_hub(recipe: str, options: SourceOptions) -> list[Span]:
+    """Spans of the tables that the datasets library downloads and caches."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{recipe} from the hub needs the extra 'hub' (pip install 'gss-lm[hub]'); a local copy needs --from"
+        ) from error
+    name, revision = _HUB[recipe]
+    name, revision = options.hub_name or name, options.hub_revision or (None if options.hub_name else revision)
+    try:
+        tables = datasets.load_dataset(name, revision=revision)
+    except Exception as error:  # the library raises its own, the network's and the file system's errors
+        raise ValueError(
+            f"could not load {name} from the hub ({type(error).__name__}: {error}); "
+            f"give a local copy with --from, or another data set with --hub-name"
+        ) from error
+    spans: list[Span] = []
+    for own_name, split in _HUB_SPLITS[recipe].items():
+        if own_name not in tables:
+            raise ValueError(f"{name} has no split {own_name!r} but {', '.join(tables)}")
+        if options.field not in tables[own_name].column_names:
+            columns = ", ".join(tables[own_name].column_names)
+            raise ValueError(f"{name} has no column {options.field!r} but {columns}: name one with --field")
+        for number, cached in enumerate(tables[own_name].cache_files):
+            spans += _arrow_spans(cached["filename"], f"{own_name}-{number}", split, options)
+    return spans
+
+
+def _arrow_spans(path: str, name: str, split: str, options: SourceOptions) -> Iterator[Span]:
+    import datasets
+
+    rows = len(datasets.Dataset.from_file(path))
+    status = os.stat(path)
+    step = max(1, rows * options.span_bytes // max(1, status.st_size))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        size = status.st_size * (stop - start) // rows
+        yield Span("arrow", path, name, size, split, start, stop, options.field, status.st_mtime_ns)

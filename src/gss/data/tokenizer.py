@@ -11,7 +11,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,38 +35,6 @@ PROBES = (
 )
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What the rest of the library asks of a vocabulary."""
-
-    kind: str
-    vocab_size: int
-    eos_id: int
-    hash: str
-    losses: tuple[str, ...]  # what does not survive encode and decode, in words; empty when lossless
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decode(encode(text)) == text for every text."""
-        ...
-
-    def encode(self, text: str) -> Ids:
-        """The ids of a text, without any special token."""
-        ...
-
-    def encode_many(self, texts: list[str]) -> list[Ids]:
-        """`encode` of each text; quicker than one by one for short ones."""
-        ...
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of ids; end-of-document ids are left out."""
-        ...
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
-        ...
-
-
 def _array(ids: list[int]) -> Ids:
     return np.frombuffer(array("I", ids), np.uint32)  # three times as fast as np.asarray on a list
 
@@ -76,19 +44,20 @@ def _hash(kind: str, vocab_size: int, eos_id: int, content: bytes) -> str:
     return hashlib.sha256(f"{kind}\n{vocab_size}\n{eos_id}\n".encode() + content).hexdigest()
 
 
-class _Described:
-    """What all kinds share: the hash, the description file and the losses found by trying."""
+class Tokenizer:
+    """A vocabulary: what all kinds share, and what the rest of the library asks of one."""
 
     kind: str
     file_name: str | None  # the vocabulary's own file inside its folder
     vocab_size: int
     eos: str | None  # the name of the end-of-document token, where the kind has names
     eos_id: int
-    content: bytes
-    losses: tuple[str, ...]
+    content: bytes  # of its file
     hash: str
+    losses: tuple[str, ...]  # what does not survive encode and decode, in words; empty when lossless
 
     def _finish(self) -> None:
+        """Find the hash, and by trying, the losses."""
         if self.vocab_size > 2**32:
             raise ValueError(f"a vocabulary of {self.vocab_size} ids does not fit 32 bits")
         if not 0 <= self.eos_id < self.vocab_size:
@@ -99,35 +68,34 @@ class _Described:
         )
 
     def encode(self, text: str) -> Ids:
+        """The ids of a text, without any special token."""
         raise NotImplementedError
 
     def encode_many(self, texts: list[str]) -> list[Ids]:
+        """`encode` of each text; quicker than one by one for short ones."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of ids; end-of-document ids are left out."""
         raise NotImplementedError
 
     @property
     def lossless(self) -> bool:
+        """Whether decode(encode(text)) == text for every text."""
         return not self.losses
 
     def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        description = {
-            "kind": self.kind,
-            "file": self.file_name,
-            "vocab_size": self.vocab_size,
-            "eos": self.eos,
-            "eos_id": self.eos_id,
-            "hash": self.hash,
-        }
+        description = {name: getattr(self, name) for name in ("kind", "vocab_size", "eos", "eos_id", "hash")}
+        description = {"kind": self.kind, "file": self.file_name, **description}
         if self.file_name is not None:
             (target / self.file_name).write_bytes(self.content)
         (target / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
-class ByteTokenizer(_Described):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255 and 256 for the end of a document: lossless for every text."""
 
     def __init__(self) -> None:
@@ -144,7 +112,7 @@ class ByteTokenizer(_Described):
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class JsonTokenizer(_Described):
+class JsonTokenizer(Tokenizer):
     """A `tokenizer.json` as the tokenizers library writes it."""
 
     def __init__(self, content: bytes, eos: str | None = None, where: str = "tokenizer.json") -> None:
@@ -182,7 +150,7 @@ class JsonTokenizer(_Described):
         return str(self._tokenizer.decode(wanted, skip_special_tokens=False))
 
 
-class SentencePieceTokenizer(_Described):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model`: T5's, or one of ours."""
 
     def __init__(self, content: bytes, eos: str | None = None, where: str = "the .model file") -> None:

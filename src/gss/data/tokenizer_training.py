@@ -16,9 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gss.data.blocks import Block, Skip
-from gss.data.readers import read_piece
-from gss.data.sources import SourceOptions, find_pieces
+from gss.data.chunks import Chunk, Skip
+from gss.data.formats import read_span
+from gss.data.preparation import usable_cores
+from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import DESCRIPTION, SPACE_MARK, SentencePieceTokenizer, load_tokenizer
 
 MODELS = ("unigram", "bpe")
@@ -81,7 +82,7 @@ def train_tokenizer(
             # A small corpus has fewer pieces than asked for: take what there is. The library allows it for unigram.
             "hard_vocab_limit": model == "bpe",
             "character_coverage": character_coverage,
-            "num_threads": threads or len(os.sched_getaffinity(0)),
+            "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }
         _train_apart(arguments, vocab_size, work / "log.txt", report)
@@ -101,19 +102,19 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
 
     A corpus's own held-out splits are left out; where splits go by hash, a few held-out documents are read.
     """
-    pieces = [piece for piece in find_pieces(list(sources), options) if piece.split in (None, "train")]
-    total = sum(piece.size for piece in pieces)
+    spans = [span for span in find_spans(list(sources), options) if span.split in (None, "train")]
+    total = sum(span.size for span in spans)
     read = 0
     with open(path, "wb") as file:
         sample = _Sample(file, max_bytes)
-        for piece in pieces:
+        for span in spans:
             try:
-                for fragment in read_piece(piece):
-                    for line in _document_lines(fragment.blocks):
+                for document in read_span(span):
+                    for line in _document_lines(document.chunks):
                         sample.offer(line)
             except Skip:
                 pass  # unusable for training, too; prepare counts and names it
-            read += piece.size
+            read += span.size
             report("reading", read / max(1, total))
     if not sample.size:
         raise ValueError(f"no text to train on in {', '.join(sources)}, or no line within {max_bytes} bytes")
@@ -148,11 +149,11 @@ class _Sample:
             self.size = self._file.truncate()
 
 
-def _document_lines(blocks: Iterable[Block]) -> Iterator[str]:
+def _document_lines(chunks: Iterable[Chunk]) -> Iterator[str]:
     """What the trainer can take of a document: lines without tabs, not too long, without its reserved characters."""
     try:
-        for block in blocks:
-            for line in re.split(r"[\n\t]", block.text()):
+        for chunk in chunks:
+            for line in re.split(r"[\n\t]", chunk.text()):
                 for start in range(0, len(line), _LINE // 4):
                     part = line[start : start + _LINE // 4]
                     if part.strip() and SPACE_MARK not in part and "\0" not in part:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gss.config import override
 from gss.data import open_dataset
-from gss.data.manifest import MANIFEST, read_manifest
+from gss.data.shards import MANIFEST, read_manifest
 from gss.reproduce.settings import Scale, System, Target, paper_corpus, preset_name, settings_of
 from gss.train.config import TrainConfig, resolve
 

@@ -17,7 +17,7 @@ import torch
 from gss.accounting import flops_per_token
 from gss.config import to_mapping
 from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset, read_manifest
-from gss.data.manifest import verify_files
+from gss.data.shards import verify_files
 from gss.model import build_model
 from gss.train import checkpoint, probe, snapshot
 from gss.train.config import TrainConfig, differences, flattened
