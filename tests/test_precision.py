@@ -20,9 +20,8 @@ from gss.cli import app
 from gss.decode import Decoder
 from gss.generate import Sampling, read, stream
 from gss.precision import resolved, running
-from gss.serve.describe import describe
+from gss.serve.about import Limits, describe
 from gss.serve.engine import Engine
-from gss.serve.limits import Limits
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model, save_run
 

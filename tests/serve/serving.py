@@ -17,9 +17,9 @@ import gss
 from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling, stream
+from gss.serve.about import Limits
 from gss.serve.engine import Engine
 from gss.serve.job import Job, Piece
-from gss.serve.limits import Limits
 from gss.train.checkpoint import save
 
 GREEDY = Sampling(temperature=0)

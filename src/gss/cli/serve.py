@@ -50,7 +50,7 @@ def serve_command(
     from gss.train.distributed import pick_device
 
     try:
-        from gss.serve.limits import Limits
+        from gss.serve.about import Limits
         from gss.serve.server import LOOPBACK, serve
     except ImportError as error:
         raise ValueError(f"gss serve needs more packages ({error}): pip install 'gss-lm[serve]'") from None

@@ -46,7 +46,7 @@ _JSON = json.JSONEncoder()
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """Consecutive spans that one process tokenizes."""
 
     number: int
@@ -63,7 +63,7 @@ class Part:
         return f"part-{self.number:06d}"
 
 
-def make_parts(spans: Iterable[Span], part_bytes: int) -> list[Part]:
+def make_parts(spans: Iterable[Span], part_bytes: int) -> list[CorpusPart]:
     """Spans in order, gathered until a part is about `part_bytes` large."""
     gathered: list[list[Span]] = []
     size = 0
@@ -73,7 +73,7 @@ def make_parts(spans: Iterable[Span], part_bytes: int) -> list[Part]:
             size = 0
         gathered[-1].append(span)
         size += span.size
-    return [Part(number, tuple(spans)) for number, spans in enumerate(gathered)]
+    return [CorpusPart(number, tuple(spans)) for number, spans in enumerate(gathered)]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -83,7 +83,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-def write_part(part: Part, folder: Path, tokenizer: Tokenizer) -> None:
+def write_part(part: CorpusPart, folder: Path, tokenizer: Tokenizer) -> None:
     """Read and tokenize a part into `folder`, unless it is there already."""
     final = folder / part.name
     if final.is_dir():

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from gss.data.formats import Span
 from gss.data.merge import SplitShares, merge_parts
-from gss.data.parts import Part, make_parts, token_dtype, write_part
+from gss.data.parts import CorpusPart, make_parts, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -181,7 +181,7 @@ def _explained_full_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _open_work(work: Path, request: str, parts: list[Part], tokenizer: Tokenizer) -> None:
+def _open_work(work: Path, request: str, parts: list[CorpusPart], tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted run of the very same plan; clear away everything else."""
     stamps = [(span.path, span.stamp) for part in parts for span in part.spans]
     shape = [len(part.spans) for part in parts]
@@ -216,13 +216,13 @@ def _die_with_parent() -> None:
     os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
 
 
-def _work_on(part: Part, work: Path) -> int:
+def _work_on(part: CorpusPart, work: Path) -> int:
     assert _worker_tokenizer is not None
     write_part(part, work, _worker_tokenizer)
     return part.size
 
 
-def _write_parts(parts: list[Part], work: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
+def _write_parts(parts: list[CorpusPart], work: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
     total = sum(part.size for part in parts)
     waiting = [part for part in parts if not (work / part.name).is_dir()]
     done = total - sum(part.size for part in waiting)
@@ -250,7 +250,7 @@ def _write_parts(parts: list[Part], work: Path, tokenizer: Tokenizer, workers: i
 
 
 def _finish(
-    parts: list[Part], work: Path, target: Path, tokenizer: Tokenizer, shares: SplitShares, asked: dict[str, Any]
+    parts: list[CorpusPart], work: Path, target: Path, tokenizer: Tokenizer, shares: SplitShares, asked: dict[str, Any]
 ) -> Manifest:
     """Merge the parts into a folder aside, seal it and rename it into place."""
     result = work / "result"

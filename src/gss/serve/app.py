@@ -12,14 +12,11 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Str
 from fastapi.routing import APIRoute
 
 from gss import __version__
-from gss.serve import errors, schemas
-from gss.serve.completions import QUICK_CHARACTERS, check_model, prepare
-from gss.serve.describe import describe
+from gss.serve import schemas
+from gss.serve.about import Limits, describe
+from gss.serve.completions import QUICK_CHARACTERS, Surfaces, check_model, prepare
 from gss.serve.engine import Engine
-from gss.serve.errors import ApiError
-from gss.serve.guard import Guard
-from gss.serve.limits import Limits
-from gss.serve.surface import Surfaces
+from gss.serve.http import ApiError, Guard, answer_errors
 
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
@@ -60,7 +57,7 @@ def create_app(
         redoc_url=None,
     )
     app.router.route_class = _JsonRoute
-    errors.install(app)
+    answer_errors(app)
     pages = {f"/{path.relative_to(PAGE).as_posix()}": path for path in sorted(PAGE.rglob("*")) if path.is_file()}
     pages["/"] = PAGE / "index.html"
     app.add_middleware(
@@ -71,30 +68,26 @@ def create_app(
         open_paths={"/health", *pages},
         hosts=hosts,
     )
-    _add_completions(app, engine, limits, name)
-    _add_tokens(app, engine, limits, name)
-    _add_facts(
-        app,
-        engine,
-        name,
-        describe(
-            engine.model,
-            engine.tokenizer,
-            limits,
-            name=name,
-            preset=preset,
-            step=step,
-            rows=engine.rows,
-            precision=engine.precision,
-        ),
+    surfaces = Surfaces(engine.tokenizer)
+    facts = describe(
+        engine.model,
+        engine.tokenizer,
+        limits,
+        name=name,
+        preset=preset,
+        step=step,
+        rows=engine.rows,
+        precision=engine.precision,
     )
+    _add_completions(app, engine, surfaces, limits, name)
+    _add_tokens(app, engine, surfaces, name)
+    _add_facts(app, engine, name, facts)
     for address, path in pages.items():
         _add_page(app, address, path)
     return app
 
 
-def _add_completions(app: FastAPI, engine: Engine, limits: Limits, name: str) -> None:
-    surfaces = Surfaces(engine.tokenizer)
+def _add_completions(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> None:
     stream = {"text/event-stream": {"schema": {"type": "string"}}}
 
     @app.post(
@@ -113,9 +106,7 @@ def _add_completions(app: FastAPI, engine: Engine, limits: Limits, name: str) ->
         return Response(status_code=499) if answer is None else JSONResponse(answer)
 
 
-def _add_tokens(app: FastAPI, engine: Engine, limits: Limits, name: str) -> None:
-    surfaces = Surfaces(engine.tokenizer)
-
+def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, name: str) -> None:
     @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
+from gss.data import Tokenizer
 from gss.generate import prompt_ids
+from gss.serve.about import Limits
 from gss.serve.engine import DrainingError, Engine, Posts, QueueFullError, hand_over
-from gss.serve.errors import ApiError
+from gss.serve.http import ApiError
 from gss.serve.job import Failure, Job, Piece, TokenScore
-from gss.serve.limits import Limits
 from gss.serve.schemas import CompletionRequest
-from gss.serve.surface import Surfaces
 
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
     "timeout": partial(ApiError, 408, "the request took longer than it may", code="request_timeout"),
@@ -58,7 +58,7 @@ def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Ev
     loop.call_soon(sent.set)  # after those whom the pieces have woken
 
 
-class Prompt(NamedTuple):
+class _Prompt(NamedTuple):
     """What is read, and what is given back of it."""
 
     ids: list[int]
@@ -67,11 +67,38 @@ class Prompt(NamedTuple):
     """Ids at the start that are not the request's own."""
 
 
-class Completion:
+class Surfaces:
+    """Single tokens as text, by id: what a reader sees for one of a list, apart from the text that it is part of."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._names: dict[int, str] = {}
+        # A token's leading space is lost at a text's start: it is decoded after another one.
+        self._anchor = tokenizer.encode("a").tolist()[-1:]
+        self._before = len(tokenizer.decode(self._anchor))
+
+    def __getitem__(self, token: int) -> str:
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._find(token)
+        return name
+
+    def _find(self, token: int) -> str:
+        if token == self._tokenizer.eos_id:
+            return "<|end|>"
+        if not 0 <= token < self._tokenizer.vocab_size:
+            return f"token_id:{token}"
+        text = self._tokenizer.decode([*self._anchor, token])[self._before :]
+        if self._tokenizer.kind == "bytes" and token > 127:
+            return f"bytes:\\x{token:02x}"  # as OpenAI writes tokens that are part of a character
+        return text if text and "\ufffd" not in text else f"token_id:{token}"
+
+
+class ActiveCompletion:
     """One request, from its arrival to its end."""
 
     def __init__(
-        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: Engine, surfaces: Surfaces, **job: Any
+        self, body: CompletionRequest, prompts: Sequence[_Prompt], engine: Engine, surfaces: Surfaces, **job: Any
     ) -> None:
         self._body, self._prompts, self._engine, self._surfaces = body, prompts, engine, surfaces
         self._arrived = time.monotonic()
@@ -218,7 +245,9 @@ class Completion:
         self._pieces.put_nowait((number, piece))
 
 
-async def prepare(body: CompletionRequest, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> Completion:
+async def prepare(
+    body: CompletionRequest, engine: Engine, surfaces: Surfaces, limits: Limits, name: str
+) -> ActiveCompletion:
     """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
     check_model(body.model, name)
     n = body.n or 1
@@ -245,7 +274,7 @@ async def prepare(body: CompletionRequest, engine: Engine, surfaces: Surfaces, l
         if echoed > limits.prompt_tokens:
             what = "tokens of prompts to echo with logprobs, each prompt n times,"
             raise _beyond("prompt", echoed, limits.prompt_tokens, what)
-    return Completion(
+    return ActiveCompletion(
         body,
         prompts,
         engine,
@@ -275,7 +304,7 @@ def _stops(given: str | list[str] | None, limits: Limits) -> list[str]:
     return stop
 
 
-async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[Prompt]:
+async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[_Prompt]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given or [] in given:
@@ -296,12 +325,12 @@ async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[Prompt]:
     return prompts
 
 
-def _tokenized(given: list[Any], engine: Engine) -> list[Prompt]:
+def _tokenized(given: list[Any], engine: Engine) -> list[_Prompt]:
     tokenizer = engine.tokenizer
     return [
-        Prompt(prompt_ids(tokenizer, each), each, 1)
+        _Prompt(prompt_ids(tokenizer, each), each, 1)
         if isinstance(each, str)
-        else Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
+        else _Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
         for each in given
     ]
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import os
 import signal
 import socket
 from collections.abc import Callable
@@ -12,11 +11,12 @@ from collections.abc import Callable
 import torch
 import uvicorn
 
+from gss.data import usable_cores
 from gss.loading import Loaded
+from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.completions import post_to_loops
 from gss.serve.engine import Engine
-from gss.serve.limits import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -47,7 +47,7 @@ def serve(
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
     limits = limits or Limits()
     if loaded.model.embedding.weight.device.type == "cpu":
-        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
+        torch.set_num_threads(threads or max(1, usable_cores() - 1))
     engine = Engine(
         loaded.model,
         loaded.tokenizer,

@@ -1,5 +1,7 @@
-"""What a model is, as plain data: its sizes, what a sequence costs, and how long its layers remember."""
+"""About a server: what it allows, and what its model is, as plain data."""
 
+from dataclasses import asdict, dataclass, fields
+from math import prod
 from typing import Any
 
 import torch
@@ -9,10 +11,50 @@ from gss.config import to_mapping
 from gss.data import Tokenizer
 from gss.model import LanguageModel
 from gss.nn.state_space import DiagonalStateSpace
-from gss.serve.limits import Limits
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-_BINS_A_DECADE = 4
+_BINS_PER_DECADE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on what one request, or all of them together, may take.
+
+    A request beyond one of them gets an answer that names it, and costs next to nothing.
+    """
+
+    body_bytes: int = 4 << 20
+    """Largest body of a request (413)."""
+    prompt_tokens: int = 131_072
+    """Longest prompt, and most tokens of prompts times `n` that are echoed with logprobs (400)."""
+    max_tokens: int = 4096
+    """Most tokens that may be asked for (400)."""
+    n: int = 16
+    """Most continuations of one prompt (400)."""
+    sequences: int = 64
+    """Most continuations in one request: prompts times `n`, and no more than run and wait at a time (400)."""
+    logprobs: int = 20
+    """Most alternatives per token (400)."""
+    stop: int = 8
+    """Most stop strings (400)."""
+    stop_characters: int = 256
+    """Longest stop string (400)."""
+    seconds: float = 300.0
+    """Longest time from a request's arrival to its end (408)."""
+    body_seconds: float = 30.0
+    """Longest time that a body may take to arrive (408)."""
+    queue: int = 256
+    """Sequences that may wait for a place in the batch (429)."""
+    connections: int = 2048
+    """Connections at a time, those that wait included (503)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, may_be_none = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")
+            if not (value > 0 or (may_be_none and value == 0)):
+                raise ValueError(
+                    f"the limit {field.name} must be {'at least' if may_be_none else 'over'} 0, not {value}"
+                )
 
 
 def describe(
@@ -30,7 +72,9 @@ def describe(
     config = model.config
     parameter = next(model.parameters())
     kind = torch.bfloat16 if precision == "bf16" else parameter.dtype
-    state = model.initial_state(1)
+    told = asdict(limits)
+    for own in ("body_bytes", "body_seconds", "connections"):  # of the connection, not of the request
+        del told[own]
     return {
         "id": name,
         "preset": preset,
@@ -45,7 +89,7 @@ def describe(
         "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id},
         "state": {
             "bounded": model.bounded_state,
-            "bytes_per_sequence": state.nbytes,
+            "bytes_per_sequence": model.initial_state(1).nbytes,
             "bytes_per_token": _growth(model),
         },
         "transformer": {
@@ -54,16 +98,10 @@ def describe(
         },
         "time_constants": time_constants(model),
         "limits": {
-            "prompt_tokens": limits.prompt_tokens,
-            "max_tokens": limits.max_tokens,
+            **told,
             "n": min(limits.n, rows),
             "sequences": min(limits.sequences, rows + limits.queue),
-            "logprobs": limits.logprobs,
-            "stop": limits.stop,
-            "stop_characters": limits.stop_characters,
-            "seconds": limits.seconds,
             "batch": rows,
-            "queue": limits.queue,
         },
         "config": to_mapping(config),
     }
@@ -75,30 +113,31 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
 
     `edges` are the bounds of the bins in tokens; the first and the last bin hold what lies beyond too.
     """
-    spaces = [
-        (number, name, module)
+    constants = [
+        (number, name, _constants(module))
         for number, layer in enumerate(model.sequence_layers())
         for name, module in layer.named_modules()
         if isinstance(module, DiagonalStateSpace)
     ]
-    constants = [(number, name, _constants(space)) for number, name, space in spaces]
     if not constants:
         return {"unit": "tokens", "edges": [], "layers": []}
     everything = torch.cat([values for *_, values in constants])
     low = int(everything.min().log10().floor().clamp(-2, 12))
     high = int(everything.max().log10().ceil().clamp(low + 1, 13))
-    edges = torch.logspace(low, high, (high - low) * _BINS_A_DECADE + 1, dtype=torch.float64)
+    edges = torch.logspace(low, high, (high - low) * _BINS_PER_DECADE + 1, dtype=torch.float64)
     levels = torch.tensor(_QUANTILES, dtype=torch.float64)
     return {
         "unit": "tokens",
-        "edges": [float(f"{edge:.4g}") for edge in edges.tolist()],
+        "edges": _rounded(edges),
         "layers": [
             {
                 "layer": number,
                 "name": name,
                 "modes": len(values),
-                "quantiles": dict(zip(map(str, _QUANTILES), _quantiles(values, levels), strict=True)),
-                "histogram": _histogram(values, edges),
+                "quantiles": dict(
+                    zip(map(str, _QUANTILES), _rounded(values.quantile(levels, interpolation="nearest")), strict=True)
+                ),
+                "histogram": torch.bincount(torch.bucketize(values, edges[1:-1]), minlength=len(edges) - 1).tolist(),
             }
             for number, name, values in constants
         ],
@@ -109,26 +148,12 @@ def _constants(space: DiagonalStateSpace) -> Tensor:
     return space.time_constants().cpu().clamp(1e-3, 1e15)
 
 
-def _quantiles(values: Tensor, levels: Tensor) -> list[float]:
-    ordered = values.sort().values
-    index = (levels * (len(ordered) - 1)).round().long()
-    return [float(f"{value:.4g}") for value in ordered[index].tolist()]
-
-
-def _histogram(values: Tensor, edges: Tensor) -> list[int]:
-    bins = torch.bucketize(values, edges[1:-1])
-    return torch.bincount(bins, minlength=len(edges) - 1).tolist()
+def _rounded(values: Tensor) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 def _growth(model: LanguageModel) -> int:
     """Bytes by which a token makes the state larger: 0 where it is bounded."""
     slots = [slot for layer in model.sequence_layers() for slot in layer.state_slots().values()]
     size = 8 if next(model.parameters()).dtype == torch.float64 else 4
-    total = 0
-    for slot in slots:
-        if None in slot.shape:
-            scalars = 1
-            for each in slot.shape:
-                scalars *= each or 1
-            total += scalars * size
-    return total
+    return sum(size * prod(each or 1 for each in slot.shape) for slot in slots if None in slot.shape)

@@ -1,6 +1,7 @@
-"""What every request passes before a route sees it: whose it is, whom it was meant for, how much it sends.
+"""What every request passes before a route sees it, and how every failure is answered.
 
-A plain ASGI wrapper, so that streams run through it untouched.
+`Guard` is a plain ASGI wrapper, so that streams run through it untouched. Errors look as OpenAI's clients expect them:
+a status, and a body that says what was wrong and nothing else.
 """
 
 import asyncio
@@ -10,11 +11,74 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gss.serve.errors import ApiError, error_response
-from gss.serve.limits import Limits
+from gss.serve.about import Limits
 from gss.serve.metrics import Metrics
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PHRASES = {
+    400: "the request could not be read",
+    404: "there is no such address",
+    405: "this address does not answer to this method",
+}
+
+
+class ApiError(HTTPException):
+    """A request that gets no answer but why."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.body = _error_body(status, message, code, param)
+
+    def response(self) -> JSONResponse:
+        """The answer to the request."""
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def _error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Answer every kind of failure of an app in the same way."""
+
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def theirs(request: Request, error: HTTPException) -> JSONResponse:
+        message = _PHRASES.get(error.status_code, "the request was refused")
+        return JSONResponse(_error_body(error.status_code, message), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        # Names of fields come back; values never do.
+        place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
+        kind = first["type"]
+        message = "the body is not valid JSON" if kind == "json_invalid" else str(first["msg"])[:300]
+        if place and kind != "json_invalid":
+            message = f"{place}: {message}"
+        return JSONResponse(_error_body(400, message, kind, place or None), 400)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(_error_body(500, "the server failed; its log says why"), 500)
 
 
 class Guard:
@@ -54,16 +118,15 @@ class Guard:
             await send(message)
 
         try:
-            headers = _headers(scope)
-            self._check(scope, headers)
+            self._check(scope)
             await self._app(scope, _Body(receive, self._limits).receive, watched)
         except ApiError as error:
-            await error_response(error)(scope, receive, watched)
+            await error.response()(scope, receive, watched)
         finally:
-            route = scope.get("route")
-            self._metrics.requests.add(1, getattr(route, "path", "other"), str(status))
+            self._metrics.requests.add(1, getattr(scope.get("route"), "path", "other"), str(status))
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of those that come twice, the first counts
         if self._hosts is not None and _host_name(headers.get(b"host", b"")) not in self._hosts:
             raise ApiError(403, "this server does not answer to that host name: set an API key to open it to others")
         if self._key is not None and scope["path"] not in self._open_paths:
@@ -106,10 +169,6 @@ class _Body:
 
 def _too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the body is larger than {limits.body_bytes:,} bytes", code="body_too_large")
-
-
-def _headers(scope: Scope) -> dict[bytes, bytes]:
-    return dict(reversed(scope["headers"]))  # of those that come twice, the first counts
 
 
 def _host_name(value: bytes) -> str:
