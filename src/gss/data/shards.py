@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -128,26 +128,20 @@ class Document:
     words: int  # between whitespace
 
 
+@dataclass(eq=False)
 class Dataset:
     """A split: `tokens` is every document's ids one after another, `ends` where each document's end."""
 
-    def __init__(
-        self,
-        tokens: npt.NDArray[Any],
-        ends: npt.NDArray[np.int64],
-        document_bytes: npt.NDArray[np.int64],
-        document_words: npt.NDArray[np.int64],
-        *,
-        vocab_size: int,
-        eos_id: int,
-        split: str,
-        folder: Path | None = None,
-        manifest: Manifest | None = None,
-    ) -> None:
-        self.tokens, self.ends = tokens, ends
-        self.document_bytes, self.document_words = document_bytes, document_words
-        self.vocab_size, self.eos_id, self.split = vocab_size, eos_id, split
-        self.folder, self.manifest = folder, manifest
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[np.int64]
+    document_bytes: npt.NDArray[np.int64]
+    document_words: npt.NDArray[np.int64]
+    _: KW_ONLY
+    vocab_size: int
+    eos_id: int
+    split: str
+    folder: Path | None = None
+    manifest: Manifest | None = None
 
     def __len__(self) -> int:
         """The number of documents."""

@@ -32,53 +32,52 @@ class Number:
 
     def lines(self) -> Iterator[str]:
         """Its part of the page."""
-        yield from _head(self.name, self.about, self.kind)
         with self._lock:
             values = list(self._values.items())
+        yield from (f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}")
         for held, value in values:
             named = ",".join(f'{name}="{text}"' for name, text in zip(self.labels, held, strict=True))
-            yield f"{self.name}{f'{{{named}}}' if named else ''} {_plain(value)}"
+            shown = int(value) if value == int(value) else f"{value:.9g}"
+            yield f"{self.name}{f'{{{named}}}' if named else ''} {shown}"
 
 
-class Histogram:
+class Histogram(Number):
     """How often a duration fell below each of some bounds."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
-        self.name, self.about, self._bounds = name, about, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._lock = threading.Lock()
+        super().__init__("histogram", name, about)
+        self._bounds, self._counts = bounds, [0] * (len(bounds) + 1)
 
     def observe(self, seconds: float) -> None:
         """Count one."""
         with self._lock:
             self._counts[bisect_left(self._bounds, seconds)] += 1
-            self._sum += seconds
+            self._values[()] += seconds
 
     def lines(self) -> Iterator[str]:
         """Its part of the page."""
         with self._lock:
-            counts, total = list(self._counts), self._sum
-        yield from _head(self.name, self.about, "histogram")
+            counts, total = list(self._counts), self._values[()]
+        yield from (f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}")
         below = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], counts, strict=True):
             below += count
             yield f'{self.name}_bucket{{le="{bound}"}} {below}'
-        yield f"{self.name}_sum {total:.9g}"
-        yield f"{self.name}_count {below}"
+        yield from (f"{self.name}_sum {total:.9g}", f"{self.name}_count {below}")
 
 
 class Metrics:
     """Everything that a server counts."""
 
     def __init__(self) -> None:
-        self.requests = Number("counter", "gss_requests_total", "Requests by route and status.", ("route", "status"))
-        self.prompt_tokens = Number("counter", "gss_prompt_tokens_total", "Tokens of prompts.")
-        self.prompt_tokens_read = Number("counter", "gss_prompt_tokens_read_total", "Of those, read by the model.")
-        self.prompt_tokens_reused = Number(
-            "counter", "gss_prompt_tokens_reused_total", "Of those, spared by states that were kept."
-        )
-        self.generated_tokens = Number("counter", "gss_generated_tokens_total", "Tokens produced.")
+        def counter(name: str, about: str, labels: Sequence[str] = ()) -> Number:
+            return Number("counter", f"gss_{name}_total", about, labels)
+
+        self.requests = counter("requests", "Requests by route and status.", ("route", "status"))
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.prompt_tokens_read = counter("prompt_tokens_read", "Of those, read by the model.")
+        self.prompt_tokens_reused = counter("prompt_tokens_reused", "Of those, spared by states that were kept.")
+        self.generated_tokens = counter("generated_tokens", "Tokens produced.")
         self.running = Number("gauge", "gss_running_sequences", "Sequences in the batch.")
         self.waiting = Number("gauge", "gss_waiting_jobs", "Prompts that wait or are being read.")
         self.cache_bytes = Number("gauge", "gss_prefix_cache_bytes", "Memory of states that are kept.")
@@ -90,12 +89,3 @@ class Metrics:
     def page(self) -> str:
         """All of it, as Prometheus reads it."""
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"
-
-
-def _head(name: str, about: str, kind: str) -> Iterator[str]:
-    yield f"# HELP {name} {about}"
-    yield f"# TYPE {name} {kind}"
-
-
-def _plain(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:.9g}"
