@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: An
 class Server:
     """`gss serve` as a process of its own."""
 
-    def __init__(self, run: Path, *options: str) -> None:
+    def __init__(self, run: Path, *options: str, descriptors: int | None = None) -> None:
         settings = ["--port", "0", "--device", "cpu", "--threads", "1", *options]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gss", "serve", str(run), *settings],
@@ -140,6 +141,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=partial(_allow_descriptors, descriptors) if descriptors else None,
         )
         assert self.process.stdout is not None
         found = re.search(r"at (http://\S+)", self.process.stdout.readline())
@@ -154,10 +156,16 @@ class Server:
         return self.process.returncode, said
 
 
+def _allow_descriptors(count: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+
+
 @contextmanager
-def serving(run: Path, *options: str) -> Iterator[Server]:
+def serving(run: Path, *options: str, descriptors: int | None = None) -> Iterator[Server]:
     """A server, ended in the end."""
-    server = Server(run, *options)
+    server = Server(run, *options, descriptors=descriptors)
     try:
         yield server
     finally:

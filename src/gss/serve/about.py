@@ -45,8 +45,16 @@ class Limits:
     """Longest time that a body may take to arrive (408)."""
     queue: int = 256
     """Sequences that may wait for a place in the batch (429)."""
+    scores: int = 262_144
+    """Most log-probabilities in one answer: tokens that are scored, each with its alternatives (400)."""
     connections: int = 2048
-    """Connections at a time, those that wait included (503)."""
+    """Connections at a time: beyond, the one that has been idle for the longest is closed."""
+    header_seconds: float = 15.0
+    """Longest time without a request, and for the headers of one to arrive, before a connection is closed."""
+    send_seconds: float = 30.0
+    """Longest time in which a client reads next to nothing of what is sent to it, before it is closed."""
+    unread_bytes: int = 256 << 20
+    """Most that waits to be read by all clients together: beyond, those with most to read are closed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,9 +80,8 @@ def describe(
     config = model.config
     parameter = next(model.parameters())
     kind = torch.bfloat16 if precision == "bf16" else parameter.dtype
-    told = asdict(limits)
-    for own in ("body_bytes", "body_seconds", "connections"):  # of the connection, not of the request
-        del told[own]
+    of_connections = ("body_bytes", "body_seconds", "connections", "header_seconds", "send_seconds", "unread_bytes")
+    told = {name: value for name, value in asdict(limits).items() if name not in of_connections}
     return {
         "id": name,
         "preset": preset,

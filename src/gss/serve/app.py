@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 from gss import __version__
 from gss.serve import schemas
 from gss.serve.about import Limits, describe
-from gss.serve.completions import QUICK_CHARACTERS, Surfaces, check_model, prepare
+from gss.serve.checks import QUICK_CHARACTERS, check_length, check_model
+from gss.serve.completions import Surfaces, prepare
 from gss.serve.engine import Engine
 from gss.serve.http import ApiError, Guard, answer_errors
 
@@ -80,7 +81,7 @@ def create_app(
         precision=engine.precision,
     )
     _add_completions(app, engine, surfaces, limits, name)
-    _add_tokens(app, engine, surfaces, name)
+    _add_tokens(app, engine, surfaces, limits, name)
     _add_facts(app, engine, name, facts)
     for address, path in pages.items():
         _add_page(app, address, path)
@@ -103,10 +104,13 @@ def _add_completions(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: L
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(completion.events(), media_type="text/event-stream", headers=headers)
         answer = await completion.whole(request)
-        return Response(status_code=499) if answer is None else JSONResponse(answer)
+        if answer is None:
+            return Response(status_code=499)
+        # A large answer is put together beside the event loop.
+        return await asyncio.to_thread(JSONResponse, answer) if completion.large else JSONResponse(answer)
 
 
-def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, name: str) -> None:
+def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> None:
     @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""
@@ -114,6 +118,7 @@ def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, name: str) -> 
 
         def work() -> JSONResponse:
             ids = engine.tokenizer.encode(body.prompt).tolist()
+            check_length(len(ids), limits)
             return JSONResponse({"tokens": ids, "pieces": [surfaces[token] for token in ids], "count": len(ids)})
 
         return work() if len(body.prompt) <= QUICK_CHARACTERS else await asyncio.to_thread(work)

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Request
 
 from gss.data import Tokenizer
-from gss.generate import prompt_ids
 from gss.serve.about import Limits
+from gss.serve.checks import Prompt, check_completion
 from gss.serve.engine import DrainingError, Engine, Posts, QueueFullError, hand_over
 from gss.serve.http import ApiError
 from gss.serve.job import Failure, Job, Piece, TokenScore
@@ -28,8 +28,11 @@ _FAILURES: dict[Failure, Callable[[], ApiError]] = {
 # Pieces for which it is worth waiting until they are sent, and the longest time to do so, in seconds.
 _MANY, _PATIENCE = 4, 0.02
 
-# Texts longer than this are tokenized beside the event loop.
-QUICK_CHARACTERS = 4096
+# Pieces that may wait for a client to read them, before its request is dropped.
+_UNREAD = 4096
+
+# Log-probabilities up to which an answer is put together on the event loop itself.
+_QUICK_SCORES = 4096
 
 
 def post_to_loops(posts: Posts) -> None:
@@ -56,15 +59,6 @@ def post_to_loops(posts: Posts) -> None:
 def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Event) -> None:
     hand_over(posts)
     loop.call_soon(sent.set)  # after those whom the pieces have woken
-
-
-class _Prompt(NamedTuple):
-    """What is read, and what is given back of it."""
-
-    ids: list[int]
-    text: str
-    added: int
-    """Ids at the start that are not the request's own."""
 
 
 class Surfaces:
@@ -98,7 +92,7 @@ class ActiveCompletion:
     """One request, from its arrival to its end."""
 
     def __init__(
-        self, body: CompletionRequest, prompts: Sequence[_Prompt], engine: Engine, surfaces: Surfaces, **job: Any
+        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: Engine, surfaces: Surfaces, **job: Any
     ) -> None:
         self._body, self._prompts, self._engine, self._surfaces = body, prompts, engine, surfaces
         self._arrived = time.monotonic()
@@ -197,7 +191,9 @@ class ActiveCompletion:
                 raise _FAILURES[piece.failure]()
             prompt = self._prompts[number]
             if piece.prompt_scores:
-                first = self._choice(number, 0, prompt.text, piece.prompt_scores[prompt.added :])
+                scores = piece.prompt_scores[prompt.added :]
+                make = partial(self._choice, number, 0, prompt.text, scores)
+                first = await asyncio.to_thread(make) if len(scores) > _QUICK_SCORES else make()
                 yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                 continue
             if self._first_at is None:
@@ -241,7 +237,17 @@ class ActiveCompletion:
             "total_tokens": read + self._produced,
         }
 
+    @property
+    def large(self) -> bool:
+        """Whether putting the answer together takes long enough for others to notice."""
+        scored = 0 if self._body.logprobs is None else 1 + self._body.logprobs
+        echoed = sum(len(prompt.ids) for prompt in self._prompts) * self._n if self._body.echo else 0
+        return (self._produced + echoed) * scored > _QUICK_SCORES
+
     def _sink(self, number: int, piece: Piece) -> None:
+        if self._pieces.qsize() >= _UNREAD:  # the client does not read: nothing more is produced for it
+            self._engine.cancel(self._jobs)
+            piece = Piece(0, failure="timeout")
         self._pieces.put_nowait((number, piece))
 
 
@@ -249,95 +255,9 @@ async def prepare(
     body: CompletionRequest, engine: Engine, surfaces: Surfaces, limits: Limits, name: str
 ) -> ActiveCompletion:
     """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
-    check_model(body.model, name)
-    n = body.n or 1
-    if n > min(limits.n, engine.rows):
-        raise _beyond("n", n, min(limits.n, engine.rows))
-    if body.best_of not in (None, n):
-        raise ApiError(400, "best_of is not supported: leave it out", param="best_of", code="unsupported")
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    if max_tokens > limits.max_tokens:
-        raise _beyond("max_tokens", max_tokens, limits.max_tokens)
-    if not max_tokens and not body.echo:
-        raise ApiError(400, "max_tokens of 0 needs echo", param="max_tokens", code="invalid_value")
-    if body.logprobs is not None and body.logprobs > limits.logprobs:
-        raise _beyond("logprobs", body.logprobs, limits.logprobs)
-    if body.stream_options and not body.stream:
-        raise ApiError(400, "stream_options need stream", param="stream_options", code="invalid_value")
-    stop = _stops(body.stop, limits)
-    prompts = await _prompts(body.prompt, engine, limits)
-    sequences = min(limits.sequences, engine.rows + engine.queue)  # what would never find room is not asked to wait
-    if n * len(prompts) > sequences:
-        raise _beyond("prompt", n * len(prompts), sequences, "continuations in one request")
-    if body.echo and body.logprobs is not None:
-        echoed = n * sum(len(prompt.ids) for prompt in prompts)
-        if echoed > limits.prompt_tokens:
-            what = "tokens of prompts to echo with logprobs, each prompt n times,"
-            raise _beyond("prompt", echoed, limits.prompt_tokens, what)
-    return ActiveCompletion(
-        body,
-        prompts,
-        engine,
-        surfaces,
-        name=name,
-        max_tokens=max_tokens,
-        stop=stop,
-        deadline=time.monotonic() + limits.seconds,
-    )
-
-
-def check_model(asked: str | None, name: str) -> None:
-    """Refuse a model that is not the one that is served."""
-    if asked is not None and asked != name:
-        raise ApiError(404, "that model is not served here: see /v1/models", code="model_not_found", param="model")
-
-
-def _stops(given: str | list[str] | None, limits: Limits) -> list[str]:
-    stop = [given] if isinstance(given, str) else given or []
-    if len(stop) > limits.stop:
-        raise _beyond("stop", len(stop), limits.stop, "strings")
-    if "" in stop:
-        raise ApiError(400, "a stop string is empty", param="stop", code="invalid_value")
-    longest = max(map(len, stop), default=0)
-    if longest > limits.stop_characters:
-        raise _beyond("stop", longest, limits.stop_characters, "characters")
-    return stop
-
-
-async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[_Prompt]:
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given or [] in given:
-        raise ApiError(400, "a prompt of no tokens: give some, or an empty text", param="prompt", code="invalid_value")
-    if len(given) > limits.sequences:
-        raise _beyond("prompt", len(given), limits.sequences, "continuations in one request")
-    size = sum(map(len, given))
-    make = partial(_tokenized, given, engine)
-    prompts = make() if size <= QUICK_CHARACTERS else await asyncio.to_thread(make)
-    longest = max(len(prompt.ids) for prompt in prompts)
-    if longest > limits.prompt_tokens:
-        raise _beyond("prompt", longest, limits.prompt_tokens, "tokens", "context_length_exceeded")
-    vocabulary = engine.model.config.vocab_size
-    if any(max(prompt.ids) >= vocabulary for prompt in prompts):
-        raise ApiError(
-            400, f"a token id is beyond the vocabulary of {vocabulary}", param="prompt", code="invalid_value"
-        )
-    return prompts
-
-
-def _tokenized(given: list[Any], engine: Engine) -> list[_Prompt]:
-    tokenizer = engine.tokenizer
-    return [
-        _Prompt(prompt_ids(tokenizer, each), each, 1)
-        if isinstance(each, str)
-        else _Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
-        for each in given
-    ]
-
-
-def _beyond(param: str, got: int, most: int, what: str = "", code: str = "limit_exceeded") -> ApiError:
-    unit = f" {what}" if what else ""
-    return ApiError(400, f"{param}: {got:,}{unit} is more than the {most:,} that are allowed", param=param, code=code)
+    prompts, options = await check_completion(body, engine, limits, name)
+    deadline = time.monotonic() + limits.seconds
+    return ActiveCompletion(body, prompts, engine, surfaces, name=name, deadline=deadline, **options)
 
 
 async def _left(request: Request) -> None:

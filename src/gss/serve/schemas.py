@@ -46,7 +46,7 @@ class CompletionRequest(_Request):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1, lt=2**31)
     min_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")

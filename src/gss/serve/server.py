@@ -7,6 +7,9 @@ import math
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -16,6 +19,7 @@ from gss.loading import Loaded
 from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.completions import post_to_loops
+from gss.serve.connections import BACKLOG, Connection, Connections, quiet_accept_errors, usable_connections
 from gss.serve.engine import Engine
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -46,6 +50,7 @@ def serve(
     if not math.isfinite(drain_seconds):
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
     limits = limits or Limits()
+    limits = replace(limits, connections=usable_connections(limits.connections))
     if loaded.model.embedding.weight.device.type == "cpu":
         torch.set_num_threads(threads or max(1, usable_cores() - 1))
     engine = Engine(
@@ -68,18 +73,8 @@ def serve(
         api_key=api_key,
         hosts=own_names,
     )
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=math.ceil(drain_seconds) + 10,
-    )
-    server = _Server(config, engine, drain_seconds)
-    with _listening(host, port) as listener:
+    server = HttpServer(app, engine, limits, drain_seconds)
+    with listening(host, port) as listener:
         # For a signal before uvicorn listens to it, and for its raising it again when it has shut down.
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
         engine.start()
@@ -93,12 +88,35 @@ def serve(
             engine.stop()
 
 
-class _Server(uvicorn.Server):
-    """Tells the engine when it shuts down: nothing new from then on, and nothing old after a while."""
+class HttpServer(uvicorn.Server):
+    """Keeps its connections within limits, and tells the engine when it shuts down: nothing new from then on, and
+    nothing old after a while.
+    """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
-        super().__init__(config)
+    def __init__(self, app: Any, engine: Engine, limits: Limits, drain_seconds: float = 0.0) -> None:
+        self.keeper = Connections(limits)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast(Any, partial(Connection, self.keeper)),
+                log_level="error",  # a line for each malformed request would be the client's to write
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=math.ceil(drain_seconds) + 10,
+            )
+        )
         self._engine, self._drain_seconds = engine, drain_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        quiet_accept_errors(asyncio.get_running_loop())
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.keeper.sweep()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.drain(0)
@@ -106,10 +124,14 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        made = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # the system would hold megabytes for each client
+        # Of protocol TCP by name, not by default: only then does asyncio send small answers without delay.
+        return socket.socket(made.family, made.type, socket.IPPROTO_TCP, fileno=made.detach())
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen on {host} port {port}: {reason}; try another --port or --host") from None

@@ -1,0 +1,220 @@
+"""Clients that are silent, slow, many or do not read: each is bounded, and others are served meanwhile."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gss
+from gss.serve.about import Limits
+from tests.serve.serving import SMALL, app_of, engine_of, lively_model, save_run, serving
+
+pytest.importorskip("fastapi")
+from gss.serve import completions
+from gss.serve.app import create_app
+from gss.serve.server import HttpServer, listening
+
+
+@pytest.fixture(scope="module")
+def model() -> gss.LanguageModel:
+    return lively_model(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(model, tmp_path_factory.mktemp("connections") / "tiny")
+
+
+@contextmanager
+def served(model: gss.LanguageModel, **limits: Any) -> Iterator[tuple[int, HttpServer]]:
+    """A server in this process, as `gss serve` sets it up: its port and itself."""
+    bounds = Limits(**limits)
+    with engine_of(model, post=completions.post_to_loops) as engine, listening("127.0.0.1", 0) as listener:
+        server = HttpServer(create_app(engine, name="tiny", limits=bounds), engine, bounds)
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+        thread.start()
+        yield listener.getsockname()[1], server
+        server.should_exit = server.force_exit = True
+        thread.join(30)
+
+
+def connect(port: int, send: bytes = b"") -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(send)
+    return connection
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed it, once all that was sent is read."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(65_536):
+            pass
+    return True
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def healthy(port: int) -> bool:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    client.request("GET", "/health")
+    return client.getresponse().status == 200
+
+
+def test_answers_on_a_kept_connection_are_not_delayed(model: gss.LanguageModel) -> None:
+    with served(model) as (port, _):
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            client.request("GET", "/health")
+            client.getresponse().read()
+            times.append(time.perf_counter() - started)
+    assert statistics.median(times[1:]) < 0.02  # 0.04 and more where small answers wait for an acknowledgement
+
+
+def test_silent_and_dribbling_connections_are_closed(model: gss.LanguageModel) -> None:
+    with served(model, header_seconds=0.4) as (port, server):
+        silent, dribbling = connect(port), connect(port, b"GET /health HTTP/1.1\r\n")
+        again = connect(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - started < 8:
+                dribbling.sendall(b"X: y\r\n")
+                again.sendall(b"G" if time.monotonic() - started < 0.1 else b"")
+                time.sleep(0.05)
+        assert time.monotonic() - started < 8
+        assert is_closed(silent)
+        assert is_closed(again)
+        assert eventually(lambda: not server.keeper.idle)
+
+
+def test_a_request_under_way_is_not_idle(model: gss.LanguageModel) -> None:
+    with served(model, header_seconds=0.2) as (port, _):
+        asked = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        connection = connect(port, request("/v1/completions", asked))
+        answer = b""
+        while b"[DONE]" not in answer:
+            answer += connection.recv(65_536)
+        assert b"200 OK" in answer
+
+
+def test_silent_connections_make_room_for_new_ones(model: gss.LanguageModel) -> None:
+    with served(model, connections=20) as (port, server):
+        silent = [connect(port) for _ in range(60)]
+        assert all(healthy(port) for _ in range(3))
+        assert eventually(lambda: len(server.server_state.connections) <= 20)
+        assert sum(is_closed(connection) for connection in silent[:30]) == 30
+
+
+def test_connections_fit_the_descriptors(run: Path) -> None:
+    script = (
+        "import resource, sys; from gss.serve.connections import usable_connections as usable, RESERVE\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))\n"
+        "assert usable(100) == 100 and usable(2048) == 1024 - RESERVE, usable(2048)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    with serving(run, descriptors=400) as server:
+        silent = [connect(server.port) for _ in range(600)]
+        assert healthy(server.port)
+        for connection in silent:
+            connection.close()
+        status, said = server.stop()
+    assert status == 0
+    assert len(said) < 1000, said
+
+
+def test_who_does_not_read_is_closed(model: gss.LanguageModel) -> None:
+    with served(model, send_seconds=0.5) as (port, server):
+        connection = connect(port, request("/v1/tokenize", {"prompt": "word " * 20_000}))
+        assert eventually(lambda: bool(server.keeper.stalled))
+        assert healthy(port)
+        assert eventually(lambda: not server.server_state.connections)
+        connection.close()
+
+
+def test_what_waits_to_be_read_is_bounded_in_all(model: gss.LanguageModel) -> None:
+    with served(model, unread_bytes=3 << 20) as (port, server):
+        asked = request("/v1/tokenize", {"prompt": "word " * 25_000})
+        silent = [connect(port, asked) for _ in range(12)]
+        assert eventually(lambda: len(server.server_state.connections) < 12)
+        time.sleep(0.3)
+        waiting = sum(each.transport.get_write_buffer_size() for each in list(server.keeper.stalled))
+        assert 0 < waiting <= 3 << 20
+        for connection in silent:
+            connection.close()
+
+
+def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "_UNREAD", 3)
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}).encode()
+
+    async def ask(app: Any) -> None:
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return received.pop() if received else await asyncio.sleep(60) or {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        task = asyncio.create_task(app(scope, receive, send))
+        for _ in range(1000):
+            await asyncio.sleep(0.01)
+            if engine.metrics.generated_tokens.value and not engine.metrics.running.value:
+                break
+        task.cancel()
+
+    with engine_of(model, post=completions.post_to_loops) as engine:
+        asyncio.run(ask(create_app(engine, name="tiny")))
+        assert 0 < engine.metrics.generated_tokens.value < 8000
+        assert not engine.metrics.running.value
+
+
+def test_answers_too_large_are_refused(model: gss.LanguageModel) -> None:
+    from starlette.testclient import TestClient
+
+    with app_of(model, Limits(prompt_tokens=1000, scores=5000)) as app:
+        client = TestClient(app)
+        for path, param, body in (
+            ("/v1/tokenize", "prompt", {"prompt": "x" * 1001}),
+            ("/v1/completions", "logprobs", {"prompt": "x", "max_tokens": 80, "n": 4, "logprobs": 20}),
+            ("/v1/completions", "logprobs", {"prompt": "x" * 900, "max_tokens": 0, "echo": True, "logprobs": 5}),
+            ("/v1/completions", "repetition_penalty", {"prompt": "x", "repetition_penalty": 1e-308}),
+        ):
+            answer = client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        body = {"prompt": "x" * 900, "max_tokens": 0, "echo": True, "logprobs": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.post("/v1/tokenize", json={"prompt": "x" * 1000}).json()["count"] == 1000
