@@ -1,5 +1,7 @@
 """Prepare: the result is one function of its sources, whole or absent; damage and full disks are told."""
 
+import copy
+import hashlib
 import json
 import multiprocessing
 import os
@@ -8,12 +10,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_corpora import contents, folder_bytes, make_text
 
-from gss.data import SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
+from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
+from gss.data.chunks import CHUNK
 from gss.data.merge import SplitShares
 from gss.data.parts import token_dtype
 from gss.data.shards import write_manifest
@@ -292,3 +296,71 @@ def test_preparing_needs_no_torch(corpus: Path, tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def forge(out: Path, name: str, data: bytes, content: dict[str, Any]) -> None:
+    """Replace a file of a corpus, and the manifest with one that fits it."""
+    (out / name).write_bytes(data)
+    files = content["splits"]["train"]["files"]
+    files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_manifest(out, content)
+
+
+def test_forged_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    content = prepare([str(corpus)], out, BYTES, valid=0, workers=1).content
+    index = np.fromfile(out / "train.documents", "<i8").reshape(5, -1)
+    for place, value in ((0, -5), (0, 0), (7, int(index[0, 6])), (30, 1), (59, 10**9)):
+        forged = index.copy()
+        forged[0, place] = value
+        forge(out, "train.documents", forged.tobytes(), copy.deepcopy(content))
+        with pytest.raises(ValueError, match="does not fit its tokens"):
+            open_dataset(out, verify=False)
+    forge(out, "train.documents", index.tobytes(), copy.deepcopy(content))
+    tokens = np.fromfile(out / "train.tokens", "<u2")
+    tokens[100] = 300
+    forge(out, "train.tokens", tokens.tobytes(), copy.deepcopy(content))
+    with pytest.raises(ValueError, match="token id 300 is beyond the vocabulary of 257"):
+        open_dataset(out)
+    batches = Segments(open_dataset(out, verify=False), length=64, batch_size=4)
+    with pytest.raises(ValueError, match="token id 300 is beyond the vocabulary of 257"):
+        list(map(batches.batch, range(batches.steps_per_epoch)))
+    for forged_facts in ([], {"train": 3}, {"train": {**content["splits"]["train"], "files": ["train.tokens"]}}):
+        write_manifest(out, {**content, "splits": forged_facts})
+        with pytest.raises(ValueError, match="does not describe a corpus"):
+            open_dataset(out)
+    (out / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        open_dataset(out)
+
+
+def test_a_corpus_that_shrinks_under_a_run_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    prepare([str(corpus)], tmp_path / "out", BYTES, valid=0, workers=1)
+    batches = Segments(open_dataset(tmp_path / "out"), length=64, batch_size=4)
+    batches.batch(0)
+    os.truncate(tmp_path / "out" / "train.tokens", 100)
+    with pytest.raises(ValueError, match="has become shorter while it was in use"):
+        batches.batch(1)
+
+
+@pytest.mark.parametrize("span_bytes", [1 << 24, CHUNK])
+def test_the_end_of_a_single_file_is_held_out(tmp_path: Path, span_bytes: int) -> None:
+    text = "".join(make_text(seed, 5000) for seed in range(40))  # of several chunks
+    (tmp_path / "book.txt").write_text(text)
+    options = SourceOptions(span_bytes=span_bytes)
+    prepare([str(tmp_path / "book.txt")], tmp_path / "out", BYTES, options=options, valid=0.2, test=0.1, workers=1)
+    found = contents(tmp_path / "out")
+    assert {split: list(documents) for split, documents in found.items()} == {
+        "train": ["book.txt"],
+        "valid": ["book.txt@valid"],
+        "test": ["book.txt@test"],
+    }
+    sections = [next(iter(found[split].values())) for split in ("train", "valid", "test")]
+    assert "".join(sections) == text
+    assert all(section.endswith("\n") for section in sections)
+    shares = [len(section.encode()) / len(text.encode()) for section in sections]
+    assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.001)
+    most = prepare([str(tmp_path / "book.txt")], tmp_path / "most", BYTES, valid=0.9, workers=1)
+    assert most.splits["valid"]["bytes"] / len(text.encode()) == pytest.approx(0.9, abs=0.001)
+    whole = prepare([str(tmp_path / "book.txt")], tmp_path / "whole", BYTES, valid=0, workers=1)
+    assert whole.splits["train"]["documents"] == 1

@@ -4,6 +4,7 @@ import gzip
 import io
 import sysconfig
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -208,3 +209,36 @@ def test_stdlib(tmp_path: Path) -> None:
     assert "test" not in documents
     assert manifest.splits["train"]["tokens"] > 5_000_000
     assert manifest.splits["valid"]["documents"] >= 1
+
+
+def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path) -> None:
+    root = tmp_path / "arxiv"
+    root.mkdir()
+    spaces = "\\documentclass{a}\n\\input{" + " " * 300_000 + "x\n" + "\\input" + " " * 300_000 + "\n"
+    (root / "spaces.gz").write_bytes(gzip.compress(spaces.encode()))
+    for name, kind in (
+        ("pax", tarfile.XHDTYPE),
+        ("long", tarfile.GNUTYPE_LONGNAME),
+        ("sparse", tarfile.GNUTYPE_SPARSE),
+    ):
+        header = tarfile.TarInfo("x")
+        header.type, header.size = kind, 1 << 30
+        bomb = header.tobuf(tarfile.USTAR_FORMAT) + bytes(1 << 20)
+        (root / f"{name}.tar.gz").write_bytes(gzip.compress(bomb))
+    started = time.monotonic()
+    found = prepared("arxiv", tmp_path / "out", local=str(root))
+    assert time.monotonic() - started < 10
+    assert [text for split in found.values() for text in split.values()] == [spaces]
+    assert read_manifest(tmp_path / "out").left_out["unreadable"]["documents"] == 3
+
+
+def test_names_of_included_files_may_be_quoted(tmp_path: Path) -> None:
+    folder = tmp_path / "arxiv" / "one"
+    folder.mkdir(parents=True)
+    main = '\\documentclass{a} \\input{ "two words" } \\input { two} \\input{a"b} \\input{} \\input  two'
+    (folder / "main.tex").write_text(main)
+    (folder / "two words.tex").write_text("(1)")
+    (folder / "two.tex").write_text("(2)")
+    found = prepared("arxiv", tmp_path / "out", local=str(tmp_path / "arxiv"))
+    whole = '\\documentclass{a} (1) (2) \\input{a"b} \\input{} (2)'
+    assert [text for split in found.values() for text in split.values()] == [whole]

@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +196,70 @@ def test_bad_vocabularies_are_refused(tmp_path: Path, t5_like: Path) -> None:
     (tmp_path / "saved" / "vocabulary.json").write_text("{}")
     with pytest.raises(ValueError, match="does not describe"):
         load_tokenizer(tmp_path / "saved")
+
+
+def test_repeated_passages_are_trained_on_once_and_always_alike(tmp_path: Path, texts: list[str]) -> None:
+    lines = [" ".join(text.split())[:900] for text in texts]
+    for copy in range(3):
+        (tmp_path / f"{copy}.txt").write_text("\n".join(lines) + "\n")
+    _write_sample([str(tmp_path / f"{copy}.txt") for copy in range(3)], SourceOptions(), tmp_path / "s", 10**6, print)
+    sample = (tmp_path / "s").read_text().splitlines()
+    assert len(sample) == len(set(sample))
+    assert set(sample) == set(lines)
+    first, second = (train_tokenizer([str(tmp_path / "0.txt")], tmp_path / name, vocab_size=300) for name in "ab")
+    assert first.hash == second.hash
+    assert str(tmp_path).encode() not in first.content
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path, texts: list[str]) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("\n".join(texts))
+    script = (
+        "import sys, os, signal; from gss.data.tokenizer_training import train_tokenizer\n"
+        "if __name__ == '__main__':\n"
+        "    end = lambda stage, share: stage == 'training' and os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    train_tokenizer([sys.argv[1] + '/corpus'], sys.argv[1] + '/out', vocab_size=300, progress=end)\n"
+    )
+    (tmp_path / "run.py").write_text(script)
+    ended = subprocess.run([sys.executable, str(tmp_path / "run.py"), str(tmp_path)], check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "run.py"]
+
+
+def test_dropout_of_a_vocabulary_is_switched_off(tmp_path: Path) -> None:
+    import tokenizers
+
+    letters = {letter: number for number, letter in enumerate("abcdefgh")}
+    vocabulary = {**letters, "ab": 8, "cd": 9, "abcd": 10, "</s>": 11}
+    merges = [("a", "b"), ("c", "d"), ("ab", "cd")]
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, dropout=0.5)).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert {tuple(tokenizer.encode("abcd" * 8).tolist()) for _ in range(20)} == {(10,) * 8}
+
+
+def test_vocabularies_from_elsewhere_reach_nothing_else(tmp_path: Path, t5_like: Path) -> None:
+    folder = tmp_path / "v"
+    load_tokenizer(t5_like).save(folder)
+    good = json.loads((folder / "vocabulary.json").read_text())
+    (tmp_path / "outside.model").write_bytes(t5_like.read_bytes())
+    os.mkfifo(tmp_path / "fifo")
+    for file in ("../outside.model", str(tmp_path / "outside.model"), "/dev/zero", "../fifo", None, 3):
+        (folder / "vocabulary.json").write_text(json.dumps({**good, "file": file}))
+        with pytest.raises(ValueError, match="not the vocabulary's own"):
+            load_tokenizer(folder)
+    (folder / "vocabulary.json").write_text(json.dumps(good))
+    (folder / "tokenizer.model").unlink()
+    (folder / "tokenizer.model").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not the vocabulary's own"):
+        load_tokenizer(folder)
+    (folder / "vocabulary.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="does not describe a vocabulary"):
+        load_tokenizer(folder)
+
+
+def test_a_vocabulary_with_a_giant_id_is_refused(tmp_path: Path, word_json: Path) -> None:
+    content = json.loads(word_json.read_text())
+    content["model"]["vocab"]["giant"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="larger than"):
+        load_tokenizer(tmp_path / "tokenizer.json")

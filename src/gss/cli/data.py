@@ -96,7 +96,9 @@ def prepare_command(
     _print_counts(manifest)
     _print_vocabulary(manifest)
     _print_left_out(manifest)
-    if "valid" not in manifest.splits:
+    if "train" not in manifest.splits:
+        print("note: every document is held out and none is left to train on; lower --valid and --test")
+    elif "valid" not in manifest.splits:
         print("note: no document is held out for validation; raise --valid, or use --splits hash")
     print(f"prepared {out} (hash {manifest.hash[:12]}); look at it with: gss data {out}")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gss.data.shards import Dataset
+from gss.data.shards import Dataset, check_ids
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,7 @@ class Batches:
             raise ValueError(f"rank {rank} is not one of {world}")
         if self.batch_size % world:
             raise ValueError(f"a batch of {self.batch_size} rows does not divide among {world} ranks")
+        self.dataset.check_file()
         share = self.batch_size // world
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         begins, ends, fresh = self._ranges(epoch, step_in_epoch, np.arange(rank * share, (rank + 1) * share))
@@ -96,6 +97,7 @@ class Batches:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
             elif count:  # before the first document of all stands the id that ends documents, too
                 tokens[row, 1:count] = stream[: end - 1]
+        check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
         mask = np.arange(self.length) < (ends - begins)[:, None]
         starts = np.zeros(shape, bool)
         starts[:, 0] = fresh

@@ -38,6 +38,8 @@ class Span:
     stop: int | None = None
     field: str = "text"
     stamp: int = 0  # the file's modification time, so that a changed source is noticed
+    begin: int = 0  # of a text: the byte at which the document begins,
+    length: int | None = None  # and its bytes; None: to the end of the file
 
 
 @dataclass
@@ -95,14 +97,23 @@ def _decompress_zstandard(path: str) -> Iterator[bytes]:
 def _read_text(span: Span) -> Iterator[SourceDocument]:
     def found() -> Iterator[Chunk]:
         with open_binary(span.path) as stream:
-            if span.start:
-                stream.seek(chunks.read_offset(span.start))
+            offset = chunks.read_offset(span.start)
+            if span.begin + offset:
+                stream.seek(span.begin + offset)
+            if span.length is not None:
+                stream = stream_of(_first_bytes(stream, span.length - offset))
             for chunk in cut_chunks(stream, span.start, span.stop):
                 if b"\0" in chunk.data:
                     raise Skip(chunks.BINARY)
                 yield chunk
 
     yield SourceDocument(span.name, found(), first=span.start == 0, last=span.stop is None)
+
+
+def _first_bytes(stream: BinaryIO, count: int) -> Iterator[bytes]:
+    while count > 0 and (data := stream.read(min(count, 1 << 17))):
+        count -= len(data)
+        yield data
 
 
 def row_document(name: str, text: object) -> SourceDocument:

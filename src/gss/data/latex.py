@@ -19,13 +19,15 @@ from gss.data.chunks import Skip
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
 MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
+MAX_HEADER = 1 << 20  # bytes of a tar's longer names and attributes
 MAX_DEPTH = 32  # files that include one another; TeX itself allows about half as many
 _SMALLEST = 512  # bytes that a file counts for at least, so that millions of empty ones end, too
 
 _SOURCES = (".tex", ".ltx", ".latex")
 _INCLUDED = (*_SOURCES, ".sty", ".cls", ".bbl", ".tikz", ".pgf")
 _COMMENT = re.compile(r"(?<!\\)(?:\\\\)*%")
-_INCLUDE = re.compile(r"\\(?:input|include|subfile)\s*(?:\{\s*\"?([^{}\"]+?)\"?\s*\}|\s([^\s{}\\%]+))")
+# Linear in the text: what may stand around the name between the braces is taken off afterwards.
+_INCLUDE = re.compile(r"\\(?:input|include|subfile)(?:\s*\{([^{}]*)\}|\s+([^\s{}\\%]+))")
 _MAIN_NAMES = ("main", "ms", "paper", "article", "root")
 _LATIN1 = re.compile(rb"\\usepackage\s*\[\s*(?:latin1|latin9|ansinew|cp1252)\s*\]\s*\{inputenc\}")
 
@@ -68,7 +70,7 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                     yield posixpath.normpath(entry.filename), archive.read(entry)
         return
     try:
-        with tarfile.open(path, "r:*") as tar:
+        with tarfile.open(path, "r:*", tarinfo=_BoundedHeader) as tar:
             total = 0
             for member in tar:
                 if member.isfile() and _included(member.name):
@@ -85,6 +87,20 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
             content_bytes = stream.read(MAX_ARTICLE + 1)
         _check_size(len(content_bytes))
         yield "main.tex", content_bytes
+
+
+class _BoundedHeader(tarfile.TarInfo):
+    """A member of an archive. The library reads headers of headers whole, whatever size they claim."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_BoundedHeader":
+        header = super().frombuf(buf, encoding, errors)
+        longer = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
+        if header.type in (*longer, tarfile.GNUTYPE_LONGLINK) and header.size > MAX_HEADER:
+            raise Skip(chunks.UNREADABLE)
+        if header.type == tarfile.GNUTYPE_SPARSE:  # a chain of headers without end
+            raise Skip(chunks.UNREADABLE)
+        return header
 
 
 def _check_size(total: int) -> None:
@@ -136,7 +152,8 @@ def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], si
         code = line[: comment.start()] if comment else line
         position = 0
         for found in _INCLUDE.finditer(code):
-            target = _find(found.group(1) or found.group(2), name, above[0], texts)
+            wanted = found.group(2) or (found.group(1) or "").strip().removeprefix('"').removesuffix('"')
+            target = _find(wanted, name, above[0], texts) if wanted and '"' not in wanted else None
             if target is None or target in above:
                 continue
             yield line[position : found.start()]

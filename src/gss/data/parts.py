@@ -20,8 +20,7 @@ import numpy.typing as npt
 from gss.data import chunks
 from gss.data.chunks import CHUNK, REASONS, Chunk, Skip, digest
 from gss.data.formats import SourceDocument, Span, read_span
-from gss.data.shards import open_synced
-from gss.data.sources import SPLITS
+from gss.data.shards import SPLITS, open_synced
 from gss.data.tokenizer import Tokenizer
 
 # A document, or what a part has of it. `digest` is a whole document's; the digests of the chunks of one that reaches

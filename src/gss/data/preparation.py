@@ -70,13 +70,13 @@ def prepare(
     """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it goes on.
 
     Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
-    contents. `force` replaces a corpus that is in `out` already; without it a different one is refused. Anything else
-    in `out` is never replaced.
+    contents; of a single text file, the end does. `force` replaces a corpus that is in `out` already; without it a
+    different one is refused. Anything else in `out` is never replaced.
     """
     options = options or SourceOptions()
     shares = SplitShares(valid, test)
     target = Path(out)
-    spans = find_spans(list(sources), options)
+    spans = find_spans(list(sources), options, {"valid": valid, "test": test})
     request = _request(options, shares, tokenizer, spans)
     work = target.with_name(target.name + ".preparing")
     _refuse_sources_in((target, work), spans)

@@ -25,6 +25,7 @@ from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
 
 FORMAT, VERSION = "gss-data", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
+SPLITS = ("train", "valid", "test")
 DTYPES = ("uint16", "uint32")  # of tokens
 COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
 
@@ -85,7 +86,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
         stated = content.pop("hash")
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
     if _hash(content) != stated:
         raise ValueError(
@@ -93,9 +94,31 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         )
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
+    if not _is_complete(content):
+        raise ValueError(f"{path} does not describe a corpus: prepare it anew, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return Manifest(content, stated)
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    """Whether a manifest, which anyone can write, has what is asked of it below."""
+
+    def counts(facts: Any, *names: str) -> bool:
+        return isinstance(facts, dict) and all(type(facts.get(name)) is int and facts[name] >= 0 for name in names)
+
+    def describes(split: Any) -> bool:
+        files = split.get("files") if counts(split, "documents", "tokens", "bytes", "words") else None
+        return isinstance(files, dict) and all(counts(facts, "size") and "sha256" in facts for facts in files.values())
+
+    splits, left_out = content.get("splits"), content.get("left_out")
+    return (
+        isinstance(splits, dict)
+        and all(split in SPLITS and describes(facts) for split, facts in splits.items())
+        and isinstance(left_out, dict)
+        and counts(content.get("tokenizer"), "vocab_size", "eos_id")
+        and "hash" in content["tokenizer"]
+    )
 
 
 def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool) -> None:
@@ -198,6 +221,13 @@ class Dataset:
         counts = np.bincount(exponents)
         return [(1 << (e - 1), 1 << e, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
 
+    def check_file(self) -> None:
+        """Refuse a token file that has become shorter: reading beyond its end would kill the process."""
+        if self.folder is not None:
+            path = self.folder / f"{self.split}.tokens"
+            if path.exists() and path.stat().st_size < self.tokens.nbytes:
+                raise ValueError(f"{path} has become shorter while it was in use: prepare the corpus anew")
+
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
         if self.folder is None or self.manifest is None:
@@ -220,8 +250,12 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
     columns = dict(zip(COLUMNS, index, strict=True))
-    if int(columns["ends"][-1]) != facts["tokens"]:
+    ends = columns["ends"]
+    if not len(ends) or ends[0] < 1 or ends[-1] != len(tokens) or bool((ends[1:] <= ends[:-1]).any()):
         raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus anew")
+    if verify:
+        for low in range(0, len(tokens), 1 << 24):
+            check_ids(tokens[low : low + (1 << 24)], manifest.tokenizer["vocab_size"], root)
     return Dataset(
         tokens,
         columns["ends"],
@@ -233,6 +267,14 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
         folder=root,
         manifest=manifest,
     )
+
+
+def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
+    """Refuse token ids beyond the vocabulary."""
+    if ids.size and int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: prepare the corpus anew"
+        )
 
 
 def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, eos_id: int) -> Dataset:

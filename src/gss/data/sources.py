@@ -10,13 +10,13 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from gss.data.chunks import CHUNK, chunk_count
 from gss.data.formats import COMPRESSIONS, Span
 from gss.data.latex import ARCHIVES
 
-SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("auto", "own", "hash")
 SPAN_BYTES = 1 << 24  # a longer plain file is read in spans of this size, so that several processes share it
 
@@ -61,8 +61,11 @@ class SourceOptions:
             raise ValueError(f"a span has at least 1 byte, not {self.span_bytes}")
 
 
-def find_spans(sources: Sequence[str], options: SourceOptions) -> list[Span]:
-    """Every span of the named sources, in an order that depends on names alone."""
+def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[str, float] | None = None) -> list[Span]:
+    """Every span of the named sources, in an order that depends on names alone.
+
+    Documents go to the splits whole, but for a corpus of one plain text file: its end is held out, by these shares.
+    """
     if not sources:
         raise ValueError(f"name a source: a file, a folder, or one of {', '.join(RECIPES)}")
     recipes = [source for source in sources if source in RECIPES]
@@ -73,7 +76,8 @@ def find_spans(sources: Sequence[str], options: SourceOptions) -> list[Span]:
     if options.local is not None:
         raise ValueError(f"--from belongs to a recipe ({', '.join(RECIPES)}); name paths as sources themselves")
     files = [found for source in sources for found in _source_files(Path(source), options)]
-    return _spans_of_files(files, options, rule=options.splits)
+    sections = _sections(*files[0], options, held_out or {}) if len(files) == 1 else []
+    return sections or _spans_of_files(files, options, rule=options.splits)
 
 
 def _spans_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule: str) -> list[Span]:
@@ -91,6 +95,31 @@ def _spans_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule:
         for (path, name), split in zip(files, splits, strict=True)
         for span in _file_spans(path, name, split if own else None, options)
     ]
+
+
+def _sections(path: Path, name: str, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
+    """A text file as one document for each split, cut at the ends of lines; none where it is not to be cut."""
+    has_own = options.splits == "own" or (options.splits == "auto" and split_of_name(name) is not None)
+    plain_text = file_kind(name, options.suffixes) == "text" and not name.lower().endswith(COMPRESSIONS)
+    held_out = {split: share for split, share in held_out.items() if share}
+    if has_own or not plain_text or not held_out:
+        return []
+    size = path.stat().st_size
+    bounds, share = [0], 1.0 - sum(held_out.values())
+    with open(path, "rb") as file:
+        for part in held_out.values():
+            file.seek(int(share * size))
+            if not file.readline(1 << 20).endswith(b"\n"):
+                return []  # nowhere to cut
+            bounds.append(file.tell())
+            share += part
+    bounds.append(size)
+    spans: list[Span] = []
+    for split, (begin, end) in zip(("train", *held_out), pairwise(bounds), strict=True):
+        if begin < end:
+            own_name = name if split == "train" else f"{name}@{split}"
+            spans += _ranges("text", path, own_name, split, options, begin, end - begin)
+    return spans if len({span.split for span in spans}) > 1 else []
 
 
 def split_of_name(name: str) -> str | None:
@@ -158,19 +187,27 @@ def _file_spans(path: Path, name: str, split: str | None, options: SourceOptions
     )
 
 
-def _ranges(kind: str, path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Span]:
+def _ranges(
+    kind: str,
+    path: Path,
+    name: str,
+    split: str | None,
+    options: SourceOptions,
+    begin: int = 0,
+    length: int | None = None,
+) -> Iterator[Span]:
     """Ranges of a text's chunks, or of the bytes of a file of lines, of about `span_bytes`."""
     status = path.stat()
-    size, stamp = status.st_size, status.st_mtime_ns
+    size, stamp = status.st_size if length is None else length, status.st_mtime_ns
     if size <= options.span_bytes or name.lower().endswith(COMPRESSIONS):
-        yield Span(kind, str(path), name, size, split, field=options.field, stamp=stamp)
+        yield Span(kind, str(path), name, size, split, 0, None, options.field, stamp, begin, length)
         return
     unit, total = (CHUNK, chunk_count(size)) if kind == "text" else (1, size)
     step = max(1, options.span_bytes // unit)
     for start in range(0, total, step):
         stop = start + step if start + step < total else None
         span_size = min((start + step) * unit, size) - start * unit
-        yield Span(kind, str(path), name, span_size, split, start, stop, options.field, stamp)
+        yield Span(kind, str(path), name, span_size, split, start, stop, options.field, stamp, begin, length)
 
 
 def _parquet_spans(path: Path, name: str, split: str | None, column: str) -> Iterator[Span]:

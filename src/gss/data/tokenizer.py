@@ -19,6 +19,8 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
+FILES = {"bytes": None, "tokenizer.json": "tokenizer.json", "sentencepiece": "tokenizer.model"}  # by kind
+MAX_VOCABULARY = 1 << 24  # ids; what counts them has a number for each, and no vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 # Ends of documents by the names that published vocabularies give them, the most specific first.
@@ -48,7 +50,6 @@ class Tokenizer:
     """A vocabulary: what all kinds share, and what the rest of the library asks of one."""
 
     kind: str
-    file_name: str | None  # the vocabulary's own file inside its folder
     vocab_size: int
     eos: str | None  # the name of the end-of-document token, where the kind has names
     eos_id: int
@@ -58,8 +59,8 @@ class Tokenizer:
 
     def _finish(self) -> None:
         """Find the hash, and by trying, the losses."""
-        if self.vocab_size > 2**32:
-            raise ValueError(f"a vocabulary of {self.vocab_size} ids does not fit 32 bits")
+        if self.vocab_size > MAX_VOCABULARY:
+            raise ValueError(f"a vocabulary of {self.vocab_size} ids is larger than {MAX_VOCABULARY}, the most we take")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"end-of-document id {self.eos_id} is outside the vocabulary of {self.vocab_size} ids")
         self.hash = _hash(self.kind, self.vocab_size, self.eos_id, self.content)
@@ -78,6 +79,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of ids; end-of-document ids are left out."""
         raise NotImplementedError
+
+    @property
+    def file_name(self) -> str | None:
+        """The vocabulary's own file inside its folder."""
+        return FILES[self.kind]
 
     @property
     def lossless(self) -> bool:
@@ -99,7 +105,7 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255 and 256 for the end of a document: lossless for every text."""
 
     def __init__(self) -> None:
-        self.kind, self.file_name, self.content = "bytes", None, b""
+        self.kind, self.content = "bytes", b""
         self.vocab_size, self.eos, self.eos_id = 257, None, 256
         self._finish()
 
@@ -118,11 +124,13 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, content: bytes, eos: str | None = None, where: str = "tokenizer.json") -> None:
         import tokenizers
 
-        self.kind, self.file_name, self.content = "tokenizer.json", "tokenizer.json", content
+        self.kind, self.content = "tokenizer.json", content
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{where} is not a tokenizer.json that the tokenizers library reads: {error}") from error
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None  # it would give the same text other ids each time
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "</s>" inside a document is text, as far as the file allows
@@ -156,7 +164,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, content: bytes, eos: str | None = None, where: str = "the .model file") -> None:
         import sentencepiece
 
-        self.kind, self.file_name, self.content = "sentencepiece", "tokenizer.model", content
+        self.kind, self.content = "sentencepiece", content
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size = int(self._processor.vocab_size())
@@ -236,9 +244,11 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
         description = json.loads(description_path.read_text(encoding="utf-8"))
         kind, file_name, eos = description["kind"], description["file"], description["eos"]
         stated = str(description["hash"])
+        if FILES.get(kind, "") != file_name or (file_name and not (folder / file_name).is_file()):
+            raise ValueError(f"{description_path} names a file that is not the vocabulary's own: restore it")
         content = (folder / file_name).read_bytes() if file_name else b""
         found = _hash(kind, description["vocab_size"], description["eos_id"], content)
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{description_path} does not describe a vocabulary ({error}): restore it") from error
     if found != stated:
         raise ValueError(

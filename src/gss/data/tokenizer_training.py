@@ -5,13 +5,18 @@ far it is. Spaces, newlines and tabs are pieces like others and bytes stand in f
 splits: held-out text should not be among the sources.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
 import re
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,12 +65,13 @@ def train_tokenizer(
             raise ValueError(f"{target} is not empty: choose another --out, or replace what is there with --force")
     report = progress or (lambda stage, share: None)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=target.name + ".", suffix=".tmp", dir=target.parent) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix=target.name + ".", suffix=".tmp", dir=target.parent)
+    with _ended_by_sigterm(), temporary as folder:
         work = Path(folder)
         _write_sample(sources, options or SourceOptions(), work / "sample.txt", max_bytes, report)
         arguments = {
-            "input": str(work / "sample.txt"),
-            "model_prefix": str(work / "trained"),
+            "input": "sample.txt",  # from the folder where training runs: the names are kept in the model
+            "model_prefix": "trained",
             "vocab_size": vocab_size,
             "model_type": model,
             "normalization_rule_name": "identity",
@@ -85,7 +91,7 @@ def train_tokenizer(
             "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }
-        _train_apart(arguments, vocab_size, work / "log.txt", report)
+        _train_apart(arguments, vocab_size, work, report)
         tokenizer = load_tokenizer(work / "trained.model")
         assert isinstance(tokenizer, SentencePieceTokenizer)
         if not tokenizer.lossless:
@@ -95,6 +101,23 @@ def train_tokenizer(
             shutil.rmtree(target)
         os.rename(work / "result", target)
     return tokenizer
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the work as an exception does, so that nothing is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
@@ -123,20 +146,26 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
 class _Sample:
     """A file of lines, one in so many of all that are offered: whenever it is too large, every second one goes.
 
-    How much text there will be need not be known, as it is not of compressed sources. More text than `max_bytes` fills
-    the file at least by half or so.
+    Each line is taken once: the trainer takes for ever over text with repeated passages. How much text there will be
+    need not be known, as it is not of compressed sources. More text than `max_bytes` fills the file at least by half.
     """
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file, self._max_bytes = file, max_bytes
         self._offered, self._keep_one_in = 0, 1
+        self._taken: set[bytes] = set()  # digests of the lines in the file
         self.size = 0  # bytes
 
     def offer(self, line: str) -> None:
         """Take the line if it is its turn."""
         self._offered += 1
-        if self._offered % self._keep_one_in == 0:
-            self.size += self._file.write(line.encode("utf-8") + b"\n")
+        if self._offered % self._keep_one_in:
+            return
+        data = line.encode("utf-8") + b"\n"
+        digest = _line_digest(data)
+        if digest not in self._taken:
+            self._taken.add(digest)
+            self.size += self._file.write(data)
             while self.size > self._max_bytes:
                 self._thin()
 
@@ -145,8 +174,15 @@ class _Sample:
         self._file.flush()
         with open(self._file.name, "rb") as lines:
             self._file.seek(0)  # what is written back stays behind what was read
-            self._file.writelines(islice(lines, 1, None, 2))
+            self._taken.clear()
+            for line in islice(lines, 1, None, 2):
+                self._taken.add(_line_digest(line))
+                self._file.write(line)
             self.size = self._file.truncate()
+
+
+def _line_digest(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=8).digest()
 
 
 def _document_lines(chunks: Iterable[Chunk]) -> Iterator[str]:
@@ -162,24 +198,30 @@ def _document_lines(chunks: Iterable[Chunk]) -> Iterator[str]:
         return
 
 
-def _train_apart(arguments: dict[str, Any], vocab_size: int, log: Path, report: Progress) -> None:
+def _train_apart(arguments: dict[str, Any], vocab_size: int, work: Path, report: Progress) -> None:
     """Run the trainer in a process whose standard error goes to a file that is watched for progress."""
-    process = multiprocessing.get_context("spawn").Process(target=_train, args=(arguments, str(log)), daemon=True)
+    log = work / "log.txt"
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=(arguments, str(work)), daemon=True)
     report("training", 0.0)
     process.start()
     share = 0.0
-    while process.is_alive():
-        process.join(timeout=0.2)
-        share = max(share, _share_done(log, vocab_size))
-        report("training", share)
+    try:
+        while process.is_alive():
+            process.join(timeout=0.2)
+            share = max(share, _share_done(log, vocab_size))
+            report("training", share)
+    finally:
+        process.kill()
+        process.join()
     if process.exitcode:
         last = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line or "high" in line]
         raise ValueError(f"SentencePiece could not train this vocabulary: {(last or ['no reason given'])[-1].strip()}")
     report("training", 1.0)
 
 
-def _train(arguments: dict[str, Any], log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _train(arguments: dict[str, Any], work: str) -> None:
+    os.chdir(work)
+    descriptor = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 2)
     import sentencepiece
 
@@ -200,4 +242,5 @@ def _share_done(log: Path, vocab_size: int) -> float:
         wanted = math.log(shrinking[0] / vocab_size)
         return min(0.99, math.log(shrinking[0] / max(vocab_size, shrinking[-1])) / wanted)
     grown = re.findall(r"Added: freq=\d+ size=(\d+)", text)
-    return min(0.99, int(grown[-1]) / vocab_size) if grown else 0.0
+    # Before that, each message is a little progress.
+    return min(0.99, int(grown[-1]) / vocab_size) if grown else min(0.05, text.count("\n") / 1000)
