@@ -1,6 +1,7 @@
 """Many streams at once, for long: no error, the answers of each as if it were alone, and memory that stays."""
 
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -72,7 +73,7 @@ async def stream(server: Server, prompt: str, tokens: int) -> str:
     return text
 
 
-async def run_load(server: Server, cases: dict[tuple[str, int], str], seconds: float) -> Load:
+async def run_load(server: Server, cases: dict[tuple[str, int], str], seconds: float, streams: int = STREAMS) -> Load:
     load = Load()
     process = psutil.Process(server.process.pid)
     started = time.monotonic()
@@ -94,7 +95,7 @@ async def run_load(server: Server, cases: dict[tuple[str, int], str], seconds: f
             await asyncio.sleep(0.25)
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(client(number) for number in range(STREAMS)))
+    await asyncio.gather(*(client(number) for number in range(streams)))
     watching.cancel()
     return load
 
@@ -134,3 +135,62 @@ def test_sixty_four_streams_for_a_minute(run: Path, model: gss.LanguageModel) ->
 @pytest.mark.soak
 def test_sixty_four_streams_for_ten_minutes(run: Path, model: gss.LanguageModel) -> None:
     check_load(run, model, 600)
+
+
+async def hostile(port: int, kind: str, until: asyncio.Event) -> None:
+    """A client that says nothing, dribbles headers, or does not read; it comes again after it is closed."""
+    body = json.dumps({"prompt": "word " * 20_000}).encode()
+    head = ["POST /v1/tokenize HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    while not until.is_set():
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            if kind == "unread":
+                writer.write("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+            while not until.is_set() and not reader.at_eof():
+                if kind == "dribbling":
+                    writer.write(b"X: y\r\n")
+                    await writer.drain()
+                await asyncio.sleep(2)
+            writer.transport.abort()
+        except OSError:
+            pass
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(until.wait(), random.uniform(2, 8))
+
+
+@pytest.mark.soak
+def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
+    """2,000 idle, 200 dribbling and 50 non-reading connections beside 32 honest streams, with 1,024 descriptors."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    cases = sure(model, 16)
+
+    async def both(server: Server, crowd: dict[str, int]) -> Load:
+        until = asyncio.Event()
+        clients = [
+            asyncio.create_task(hostile(server.port, kind, until))
+            for kind, count in crowd.items()
+            for _ in range(count)
+        ]
+        await asyncio.sleep(3 if clients else 0)
+        load = await run_load(server, cases, 20, streams=32)
+        until.set()
+        await asyncio.gather(*clients)
+        return load
+
+    loads = []
+    for crowd in ({}, {"idle": 2000, "dribbling": 200, "unread": 50}):
+        with serving(run, descriptors=1024) as server:
+            loads.append(asyncio.run(both(server, crowd)))
+            status, said = server.stop()
+        assert status == 0
+        assert len(said) < 100_000
+    alone_, among = loads
+    most = [max(size for _, size in load.samples) for load in loads]
+    print(f"tokens {alone_.tokens} alone, {among.tokens} among others; memory {most[0] >> 20} and {most[1] >> 20} MiB")
+    assert not alone_.wrong
+    assert not among.wrong
+    assert among.tokens > 0.2 * alone_.tokens  # the crowd itself takes most of a small machine's time
+    assert most[1] - most[0] < 512 << 20
