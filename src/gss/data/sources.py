@@ -9,7 +9,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -104,21 +104,21 @@ def _sections(path: Path, name: str, options: SourceOptions, held_out: dict[str,
     held_out = {split: share for split, share in held_out.items() if share}
     if has_own or not plain_text or not held_out:
         return []
-    size = path.stat().st_size
+    whole = _whole_file("text", path, name, "train", options.field)
     bounds, share = [0], 1.0 - sum(held_out.values())
     with open(path, "rb") as file:
         for part in held_out.values():
-            file.seek(int(share * size))
+            file.seek(int(share * whole.size))
             if not file.readline(1 << 20).endswith(b"\n"):
                 return []  # nowhere to cut
             bounds.append(file.tell())
             share += part
-    bounds.append(size)
     spans: list[Span] = []
-    for split, (begin, end) in zip(("train", *held_out), pairwise(bounds), strict=True):
+    for split, (begin, end) in zip(("train", *held_out), pairwise([*bounds, whole.size]), strict=True):
         if begin < end:
-            own_name = name if split == "train" else f"{name}@{split}"
-            spans += _ranges("text", path, own_name, split, options, begin, end - begin)
+            own = replace(whole, size=end - begin, split=split, begin=begin, length=end - begin)
+            own = own if split == "train" else replace(own, name=f"{name}@{split}")
+            spans += _ranges(own, options.span_bytes)
     return spans if len({span.split for span in spans}) > 1 else []
 
 
@@ -177,58 +177,46 @@ def _folder_files(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, s
 
 
 def _file_spans(path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Span]:
-    """The spans of one file: a plain one is shared out by its bytes, a compressed one is read in one go."""
     kind = file_kind(name, options.suffixes)
     assert kind is not None
-    return (
-        _parquet_spans(path, name, split, options.field)
-        if kind == "parquet"
-        else _ranges(kind, path, name, split, options)
-    )
+    whole = _whole_file(kind, path, name, split, options.field)
+    return _row_groups(whole) if kind == "parquet" else _ranges(whole, options.span_bytes)
 
 
-def _ranges(
-    kind: str,
-    path: Path,
-    name: str,
-    split: str | None,
-    options: SourceOptions,
-    begin: int = 0,
-    length: int | None = None,
-) -> Iterator[Span]:
-    """Ranges of a text's chunks, or of the bytes of a file of lines, of about `span_bytes`."""
-    status = path.stat()
-    size, stamp = status.st_size if length is None else length, status.st_mtime_ns
-    if size <= options.span_bytes or name.lower().endswith(COMPRESSIONS):
-        yield Span(kind, str(path), name, size, split, 0, None, options.field, stamp, begin, length)
+def _whole_file(kind: str, path: Path, name: str, split: str | None, field: str) -> Span:
+    return Span(kind, str(path), name, path.stat().st_size, split, field=field, stamp=path.stat().st_mtime_ns)
+
+
+def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
+    """A plain file in ranges of a text's chunks, or of the bytes of lines; a compressed one is read in one go."""
+    size = whole.size
+    if size <= span_bytes or whole.name.lower().endswith(COMPRESSIONS):
+        yield whole
         return
-    unit, total = (CHUNK, chunk_count(size)) if kind == "text" else (1, size)
-    step = max(1, options.span_bytes // unit)
+    unit, total = (CHUNK, chunk_count(size)) if whole.kind == "text" else (1, size)
+    step = max(1, span_bytes // unit)
     for start in range(0, total, step):
         stop = start + step if start + step < total else None
-        span_size = min((start + step) * unit, size) - start * unit
-        yield Span(kind, str(path), name, span_size, split, start, stop, options.field, stamp, begin, length)
+        yield replace(whole, size=min((start + step) * unit, size) - start * unit, start=start, stop=stop)
 
 
-def _parquet_spans(path: Path, name: str, split: str | None, column: str) -> Iterator[Span]:
+def _row_groups(whole: Span) -> Iterator[Span]:
     """A span for each row group of a parquet file."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'") from error
-    status = path.stat()
+        raise ValueError(f"reading {whole.path} needs the extra 'formats': pip install 'gss-lm[formats]'") from error
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        metadata = pyarrow.parquet.read_metadata(whole.path)
     except (pyarrow.ArrowInvalid, OSError, UnicodeDecodeError):
-        yield Span("unreadable", str(path), name, status.st_size, split, stamp=status.st_mtime_ns)
+        yield replace(whole, kind="unreadable", field="text")
         return
     columns = metadata.schema.to_arrow_schema().names
-    if column not in columns:
-        raise ValueError(f"{path} has no column {column!r} but {', '.join(columns)}: name one with --field")
+    if whole.field not in columns:
+        raise ValueError(f"{whole.path} has no column {whole.field!r} but {', '.join(columns)}: name one with --field")
     for group in range(metadata.num_row_groups):
-        size = metadata.row_group(group).total_byte_size
-        yield Span("parquet", str(path), name, size, split, group, group + 1, column, status.st_mtime_ns)
+        yield replace(whole, size=metadata.row_group(group).total_byte_size, start=group, stop=group + 1)
 
 
 def _pg19(options: SourceOptions) -> list[Span]:
@@ -251,7 +239,8 @@ def _lm1b(options: SourceOptions) -> list[Span]:
     for own_name, split in _LM1B_FOLDERS.items():
         for path in sorted(folder.rglob(f"{own_name}/*")):
             if _LM1B_FILE.match(path.name):
-                spans += _ranges("lines", path, f"{own_name}/{path.name}", split, options)
+                whole = _whole_file("lines", path, f"{own_name}/{path.name}", split, options.field)
+                spans += _ranges(whole, options.span_bytes)
     if spans:
         return spans
     for path, name in _folder_files(folder, options.suffixes):
@@ -260,16 +249,6 @@ def _lm1b(options: SourceOptions) -> list[Span]:
     if not spans:
         raise ValueError(f"{folder} is not LM1B: it has neither {' nor '.join(_LM1B_FOLDERS)}, nor tables of splits")
     return spans
-
-
-def _arxiv(options: SourceOptions) -> list[Span]:
-    """A folder of articles, each a directory or an archive; splits by folders of that name, else by hash."""
-    return _entries("arxiv", "article", options, lambda path: path.is_dir() or path.name.lower().endswith(ARCHIVES))
-
-
-def _github(options: SourceOptions) -> list[Span]:
-    """A folder of repositories; splits by folders of that name, else by hash."""
-    return _entries("github", "repository", options, Path.is_dir)
 
 
 def _stdlib(options: SourceOptions) -> list[Span]:
@@ -291,8 +270,8 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
     "stdlib": _stdlib,
     "pg19": _pg19,
     "lm1b": _lm1b,
-    "arxiv": _arxiv,
-    "github": _github,
+    "arxiv": lambda options: _entries("arxiv", "article", options, _is_article),
+    "github": lambda options: _entries("github", "repository", options, Path.is_dir),
 }
 
 
@@ -305,7 +284,12 @@ def _local(options: SourceOptions) -> Path | None:
     return folder
 
 
+def _is_article(path: Path) -> bool:
+    return path.is_dir() or path.name.lower().endswith(ARCHIVES)
+
+
 def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[Path], bool]) -> list[Span]:
+    """A folder of articles or repositories, each a document; splits by folders of that name, else by hash."""
     folder = _local(options)
     if folder is None:
         raise ValueError(f"the recipe {recipe} needs a folder of yours: gss prepare {recipe} --from FOLDER")
@@ -325,7 +309,7 @@ def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[P
 
 def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:
     """A span for a file, or for a folder with everything in it."""
-    found = [path.stat()] if path.is_file() else []
+    found = [path.stat()] if path.is_file() else []  # os.walk gives nothing for a file
     for folder, names, files in os.walk(path):
         names[:] = [name for name in names if name not in (".git", "__pycache__")]
         found += [Path(folder, name).stat() for name in files if Path(folder, name).is_file()]
@@ -358,17 +342,11 @@ def _from_hub(recipe: str, options: SourceOptions) -> list[Span]:
             columns = ", ".join(tables[own_name].column_names)
             raise ValueError(f"{name} has no column {options.field!r} but {columns}: name one with --field")
         for number, cached in enumerate(tables[own_name].cache_files):
-            spans += _arrow_spans(cached["filename"], f"{own_name}-{number}", split, options)
+            path = Path(cached["filename"])
+            whole = _whole_file("arrow", path, f"{own_name}-{number}", split, options.field)
+            rows = len(datasets.Dataset.from_file(str(path)))
+            step = max(1, rows * options.span_bytes // max(1, whole.size))
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                spans.append(replace(whole, size=whole.size * (stop - start) // rows, start=start, stop=stop))
     return spans
-
-
-def _arrow_spans(path: str, name: str, split: str, options: SourceOptions) -> Iterator[Span]:
-    import datasets
-
-    rows = len(datasets.Dataset.from_file(path))
-    status = os.stat(path)
-    step = max(1, rows * options.span_bytes // max(1, status.st_size))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        size = status.st_size * (stop - start) // rows
-        yield Span("arrow", path, name, size, split, start, stop, options.field, status.st_mtime_ns)
