@@ -165,8 +165,8 @@ def test_what_waits_to_be_read_is_bounded_in_all(model: gss.LanguageModel) -> No
     with served(model, unread_bytes=3 << 20) as (port, server):
         asked = request("/v1/tokenize", {"prompt": "word " * 25_000})
         silent = [connect(port, asked) for _ in range(12)]
-        assert eventually(lambda: len(server.server_state.connections) < 12)
-        time.sleep(0.3)
+        assert eventually(lambda: server.server_state.total_requests == 12, 30)
+        assert eventually(lambda: 0 < len(server.server_state.connections) < 12)
         waiting = sum(each.transport.get_write_buffer_size() for each in list(server.keeper.stalled))
         assert 0 < waiting <= 3 << 20
         for connection in silent:
