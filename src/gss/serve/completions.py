@@ -36,7 +36,7 @@ _QUICK_SCORES = 4096
 
 
 def post_to_loops(posts: Posts) -> None:
-    """Hand a turn's pieces to the event loops that wait for them: one wake-up a loop, whatever their number.
+    """Hand a turn's pieces to the event loops that wait for them: one wake-up per loop, whatever their number.
 
     Where there are many, wait until they have been sent. Python runs one thread at a time: two that are both busy take
     turns at every call into the system, and that costs more than it wins.
@@ -61,20 +61,18 @@ def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Ev
     loop.call_soon(sent.set)  # after those whom the pieces have woken
 
 
-class Surfaces:
+class Surfaces(dict[int, str]):
     """Single tokens as text, by id: what a reader sees for one of a list, apart from the text that it is part of."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
-        self._names: dict[int, str] = {}
         # A token's leading space is lost at a text's start: it is decoded after another one.
         self._anchor = tokenizer.encode("a").tolist()[-1:]
         self._before = len(tokenizer.decode(self._anchor))
 
-    def __getitem__(self, token: int) -> str:
-        name = self._names.get(token)
-        if name is None:
-            name = self._names[token] = self._find(token)
+    def __missing__(self, token: int) -> str:
+        name = self[token] = self._find(token)
         return name
 
     def _find(self, token: int) -> str:
@@ -106,7 +104,6 @@ class ActiveCompletion:
             "model": job.pop("name"),
         }
         self._produced = 0
-        self._failure: ApiError | None = None
         seed = secrets.randbits(62) if body.seed is None else body.seed
         scored_prompt = bool(body.echo) and body.logprobs is not None
         self._jobs = [
