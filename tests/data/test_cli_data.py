@@ -47,12 +47,14 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     (tmp_path / "c" / "a.tex").write_text("the state space\n")
     (tmp_path / "c" / "b.tex").write_bytes(b"\0")
     (tmp_path / "c" / "c.tex").write_text("the state space\n")
+    (tmp_path / "c" / "d.md").write_text("not read\n")
     arguments = ["prepare", str(tmp_path / "c"), "--out", str(tmp_path / "out"), "--tokenizer", str(t5_like)]
     result = runner.invoke(app, [*arguments, "--suffix", "tex", "--valid", "0", "--workers", "1"])
     assert result.exit_code == 0, result.output
     assert "left out: 1 binary (c/b.tex)" in result.output
     assert "left out: 1 duplicate (c/c.tex)" in result.output
     assert "no document is held out" in result.output
+    assert "note: 1 files were not read (1 .md)" in result.output
     shown = runner.invoke(app, ["data", str(tmp_path / "out")])
     assert "LOSSY: it changes or drops newlines, runs of spaces" in shown.output
 

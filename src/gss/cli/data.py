@@ -78,6 +78,7 @@ def prepare_command(
     """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
     from gss.cli.progress import share_bar
     from gss.data import load_tokenizer, prepare
+    from gss.data.sources import unread_endings
 
     options = _source_options(local, suffix, field, hub_name, hub_revision, splits)
     vocabulary = load_tokenizer(tokenizer, eos)
@@ -96,6 +97,10 @@ def prepare_command(
     _print_counts(manifest)
     _print_vocabulary(manifest)
     _print_left_out(manifest)
+    unread = unread_endings(source, options.suffixes)
+    if unread:
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in list(unread.items())[:5])
+        print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix ENDING")
     if "train" not in manifest.splits:
         print("note: every document is held out and none is left to train on; lower --valid and --test")
     elif "valid" not in manifest.splits:

@@ -8,6 +8,7 @@ was ever released. Looks at names and sizes only; contents are read later by `fo
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,17 +28,14 @@ _SPLIT_NAMES = {
 }
 _LEADING_NAME = re.compile(r"^([a-z]+)(?=[-_.0-9]|$)")
 
-# Where the hub keeps each corpus as plain tables (a loading script would be code that we won't run).
-_HUB = {"pg19": ("emozilla/pg19", None), "lm1b": ("billion-word-benchmark/lm1b", "refs/convert/parquet")}
+# Where the hub keeps each corpus as plain tables (a loading script would be code that we won't run), and their splits.
 # LM1B has one held-out set; training watches it, so that it is `valid` here.
-_HUB_SPLITS = {
-    "pg19": {"train": "train", "validation": "valid", "test": "test"},
-    "lm1b": {"train": "train", "test": "valid"},
+_HUB = {
+    "pg19": ("emozilla/pg19", None, {"train": "train", "validation": "valid", "test": "test"}),
+    "lm1b": ("billion-word-benchmark/lm1b", "refs/convert/parquet", {"train": "train", "test": "valid"}),
 }
-_LM1B_FOLDERS = {
-    "training-monolingual.tokenized.shuffled": "train",
-    "heldout-monolingual.tokenized.shuffled": "valid",
-}
+_LM1B_TEXT = "monolingual.tokenized.shuffled"
+_LM1B_FOLDERS = {f"training-{_LM1B_TEXT}": "train", f"heldout-{_LM1B_TEXT}": "valid"}
 _LM1B_FILE = re.compile(r"^news\.en(\.heldout)?-\d{5}-of-\d{5}$")
 _NOT_PACKAGES = ("test", "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__")
 
@@ -90,11 +88,10 @@ def _spans_of_files(files: list[tuple[Path, str]], options: SourceOptions, rule:
             "name begins so; use --splits hash"
         )
     own = rule == "own" or (rule == "auto" and None not in splits)
-    return [
-        span
-        for (path, name), split in zip(files, splits, strict=True)
-        for span in _file_spans(path, name, split if own else None, options)
-    ]
+    spans: list[Span] = []
+    for (path, name), split in zip(files, splits, strict=True):
+        spans += _file_spans(path, name, split if own else None, options)
+    return spans
 
 
 def _sections(path: Path, name: str, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
@@ -174,6 +171,13 @@ def _folder_files(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, s
             if not name.startswith(".") and file_kind(name, suffixes) and path.is_file():
                 found.append((path, f"{base}/{path.relative_to(folder).as_posix()}"))
     return found
+
+
+def unread_endings(sources: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, int]:
+    """How many files in the folders among the sources are not read, by their endings."""
+    files = [path for source in sources if source not in RECIPES for path in Path(source).rglob("*") if path.is_file()]
+    unread = [path for path in files if not path.name.startswith(".") and not file_kind(path.name, suffixes)]
+    return dict(Counter(path.suffix or path.name for path in unread).most_common())
 
 
 def _file_spans(path: Path, name: str, split: str | None, options: SourceOptions) -> Iterator[Span]:
@@ -313,8 +317,8 @@ def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:
     for folder, names, files in os.walk(path):
         names[:] = [name for name in names if name not in (".git", "__pycache__")]
         found += [Path(folder, name).stat() for name in files if Path(folder, name).is_file()]
-    size, stamp = sum(status.st_size for status in found), max((status.st_mtime_ns for status in found), default=0)
-    return Span(kind, str(path), name, size, split, stamp=stamp)
+    stamp = max((status.st_mtime_ns for status in found), default=0)
+    return Span(kind, str(path), name, sum(status.st_size for status in found), split, stamp=stamp)
 
 
 def _from_hub(recipe: str, options: SourceOptions) -> list[Span]:
@@ -325,7 +329,7 @@ def _from_hub(recipe: str, options: SourceOptions) -> list[Span]:
         raise ValueError(
             f"{recipe} from the hub needs the extra 'hub' (pip install 'gss-lm[hub]'); a local copy needs --from"
         ) from error
-    name, revision = _HUB[recipe]
+    name, revision, splits = _HUB[recipe]
     name, revision = options.hub_name or name, options.hub_revision or (None if options.hub_name else revision)
     try:
         tables = datasets.load_dataset(name, revision=revision)
@@ -335,7 +339,7 @@ def _from_hub(recipe: str, options: SourceOptions) -> list[Span]:
             f"give a local copy with --from, or another data set with --hub-name"
         ) from error
     spans: list[Span] = []
-    for own_name, split in _HUB_SPLITS[recipe].items():
+    for own_name, split in splits.items():
         if own_name not in tables:
             raise ValueError(f"{name} has no split {own_name!r} but {', '.join(tables)}")
         if options.field not in tables[own_name].column_names:
