@@ -121,7 +121,7 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
     `edges` are the bounds of the bins in tokens; the first and the last bin hold what lies beyond too.
     """
     constants = [
-        (number, name, _constants(module))
+        (number, name, module.time_constants().cpu().clamp(1e-3, 1e15))
         for number, layer in enumerate(model.sequence_layers())
         for name, module in layer.named_modules()
         if isinstance(module, DiagonalStateSpace)
@@ -149,10 +149,6 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
             for number, name, values in constants
         ],
     }
-
-
-def _constants(space: DiagonalStateSpace) -> Tensor:
-    return space.time_constants().cpu().clamp(1e-3, 1e15)
 
 
 def _rounded(values: Tensor) -> list[float]:
