@@ -19,7 +19,6 @@ from gss.data.formats import COMPRESSIONS, Span
 from gss.data.latex import ARCHIVES
 
 SPLIT_RULES = ("auto", "own", "hash")
-SPAN_BYTES = 1 << 24  # a longer plain file is read in spans of this size, so that several processes share it
 
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -50,7 +49,7 @@ class SourceOptions:
     splits: str = "auto"
     hub_name: str | None = None
     hub_revision: str | None = None
-    span_bytes: int = SPAN_BYTES
+    span_bytes: int = 1 << 24  # a longer plain file is read in spans of this size, so that several processes share it
 
     def __post_init__(self) -> None:
         if self.splits not in SPLIT_RULES:
@@ -274,7 +273,9 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
     "stdlib": _stdlib,
     "pg19": _pg19,
     "lm1b": _lm1b,
-    "arxiv": lambda options: _entries("arxiv", "article", options, _is_article),
+    "arxiv": lambda options: _entries(
+        "arxiv", "article", options, lambda p: p.is_dir() or p.name.lower().endswith(ARCHIVES)
+    ),
     "github": lambda options: _entries("github", "repository", options, Path.is_dir),
 }
 
@@ -286,10 +287,6 @@ def _local(options: SourceOptions) -> Path | None:
     if not folder.is_dir():
         raise ValueError(f"--from {folder}: no such folder")
     return folder
-
-
-def _is_article(path: Path) -> bool:
-    return path.is_dir() or path.name.lower().endswith(ARCHIVES)
 
 
 def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[Path], bool]) -> list[Span]:
