@@ -17,7 +17,7 @@ ALLOWED = {
     "ops": {"ops", "choices"},
     "nn": {"nn", "ops", "config", "choices"},
     "model": {"nn", "ops", "config", "choices"},
-    "data": {"data", "config"},
+    "data": {"data", "config", "io"},
     "loss": {"model", "nn", "ops", "config"},
     "accounting": {"model", "nn", "config"},
 }

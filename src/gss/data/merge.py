@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from gss.data import chunks
 from gss.data.chunks import REASONS, digest
-from gss.data.parts import DIGESTS, NAMES, RECORD, RECORDS, SKIP, TOKENS, token_dtype
-from gss.data.shards import SPLITS, file_hash, open_synced, unigram_entropy
+from gss.data.parts import DIGESTS, NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
+from gss.data.shards import SPLITS, file_hash, unigram_entropy
 
 # A document of the table of all. `start` counts the tokens of all parts, one after another.
 DOCUMENT = np.dtype(

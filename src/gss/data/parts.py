@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gss.data import chunks
 from gss.data.chunks import CHUNK, REASONS, Chunk, Skip, digest
 from gss.data.formats import SourceDocument, Span, read_span
-from gss.data.shards import SPLITS, open_synced
+from gss.data.shards import SPLITS
 from gss.data.tokenizer import Tokenizer
 
 # A document, or what a part has of it. `digest` is a whole document's; the digests of the chunks of one that reaches
@@ -60,6 +60,15 @@ class CorpusPart:
     def name(self) -> str:
         """The part's folder."""
         return f"part-{self.number:06d}"
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[BinaryIO]:
+    """A new file that survives a crash once it is closed."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_parts(spans: Iterable[Span], part_bytes: int) -> list[CorpusPart]:

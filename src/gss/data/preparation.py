@@ -33,12 +33,12 @@ from gss.data.shards import (
     TOKENIZER_FOLDER,
     VERSION,
     Manifest,
-    open_synced,
     read_manifest,
     write_manifest,
 )
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
+from gss.io.files import write_file
 
 if sys.platform == "win32":
     import msvcrt
@@ -194,8 +194,7 @@ def _open_work(work: Path, request: str, parts: list[CorpusPart], tokenizer: Tok
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     tokenizer.save(work / TOKENIZER_FOLDER)
-    with open_synced(plan_file) as file:
-        file.write(plan.encode())
+    write_file(plan_file, plan)
 
 
 # Each worker process loads the vocabulary once, and keeps it here.

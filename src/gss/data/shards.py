@@ -11,17 +11,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
+from gss.io.files import write_file
 
 FORMAT, VERSION = "gss-data", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
@@ -62,18 +62,8 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     sealed = Manifest(content, _hash(content))
     text = json.dumps({**content, "hash": sealed.hash}, indent=2, ensure_ascii=False) + "\n"
     # A name that is not UTF-8 holds lone surrogates: a backslash replacement is how JSON spells them.
-    with open_synced(folder / MANIFEST) as file:
-        file.write(text.encode("utf-8", errors="backslashreplace"))
+    write_file(folder / MANIFEST, text.encode("utf-8", errors="backslashreplace"))
     return sealed
-
-
-@contextmanager
-def open_synced(path: Path) -> Iterator[BinaryIO]:
-    """A new file that survives a crash once it is closed."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gss.io.files import write_file
+
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
@@ -97,8 +99,8 @@ class Tokenizer:
         description = {name: getattr(self, name) for name in ("kind", "vocab_size", "eos", "eos_id", "hash")}
         description = {"kind": self.kind, "file": self.file_name, **description}
         if self.file_name is not None:
-            (target / self.file_name).write_bytes(self.content)
-        (target / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+            write_file(target / self.file_name, self.content)
+        write_file(target / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
