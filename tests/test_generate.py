@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import gss
+import gss.decode.sampler
 from gss.data import load_tokenizer
-from gss.generate import Sampling, _decoded, _until, choose, generate, read, stream, stream_many
+from gss.decode.sampler import Sampler, Settings
+from gss.generate import Sampling, _decoded, _until, generate, read, stream, stream_many
 from gss.loading import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
@@ -95,11 +97,8 @@ def test_seeds_and_the_end_of_a_document() -> None:
 
 def drawn(sampling: Sampling, logits: list[float], seen: list[int] | None = None) -> set[int]:
     rows = torch.tensor([logits]).expand(2000, -1)
-    marks = None
-    if seen is not None:
-        marks = torch.zeros_like(rows, dtype=torch.bool)
-        marks[:, seen] = True
-    return set(choose(rows, sampling, marks, torch.Generator().manual_seed(0)).tolist())
+    sampler = Sampler(len(logits), rows.device, [Settings(sampling)] * 2000, [seen or []] * 2000)
+    return set(sampler.draw(rows, torch.arange(2000)).tokens.tolist())
 
 
 def test_sampling_options() -> None:
@@ -122,8 +121,33 @@ def test_cold_and_tied() -> None:
 
 def test_temperature_one_draws_as_the_model_says() -> None:
     probability = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = choose(probability.log().expand(20_000, -1), Sampling(), None, torch.Generator().manual_seed(0))
+    sampler = Sampler(4, torch.device("cpu"), [Settings(Sampling(), seed) for seed in range(20_000)])
+    draws = sampler.draw(probability.log().expand(20_000, -1), torch.zeros(20_000, dtype=torch.int64)).tokens
     assert torch.allclose(torch.bincount(draws) / 20_000, probability, atol=0.015)
+
+
+def test_a_draw_is_its_seeds_and_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands beside a row, and however few candidates are looked at first; all 64 bits of a seed count."""
+    kinds = [
+        Sampling(top_p=0.9),
+        Sampling(top_k=7, temperature=2.0),
+        Sampling(top_p=0.3, top_k=400),
+        GREEDY,
+        Sampling(),
+    ]
+    rows = [Settings(kind, seed) for seed in (3, 3 + 2**32, -1) for kind in kinds]
+    logits, position = 3 * torch.randn(1, 500).expand(len(rows), -1), torch.full((len(rows),), 12)
+    together = Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist()
+    for row, settings in enumerate(rows):
+        alone = Sampler(500, logits.device, [settings]).draw(logits[:1], position[:1])
+        assert alone.tokens.tolist() == [together[row]]
+    monkeypatch.setattr(gss.decode.sampler, "_CANDIDATES", 500)
+    assert Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist() == together
+    flat = torch.zeros(2, 500)
+    for seeds in ((3, 3 + 2**32), (2**63, 0), (-1, 2**32 - 1)):
+        pair = Sampler(500, flat.device, [Settings(Sampling(), seed) for seed in seeds])
+        draws = torch.stack([pair.draw(flat, torch.tensor([at, at])).tokens for at in range(100)])
+        assert (draws[:, 0] == draws[:, 1]).sum() < 5
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 import gss
-import gss.generate
-import gss.serve.engine
+import gss.decode.engine
 from gss.cli import app
 from gss.decode import Decoder
+from gss.decode.sampler import Sampler
 from gss.generate import Sampling, read, stream
 from gss.precision import resolved, running
 from gss.serve.about import Limits, describe
@@ -72,8 +72,10 @@ def test_float32_on_the_cpu_is_the_models_own(precision: str, monkeypatch: pytes
     """Bit for bit; and bfloat16 is not."""
     model, prompt = gss.build_model(small_config("gss")), [1, 2, 3, 4]
     seen: list[torch.Tensor] = []
-    choose = gss.generate.choose
-    monkeypatch.setattr(gss.generate, "choose", lambda logits, *rest: (seen.append(logits), choose(logits, *rest))[1])
+    draw = Sampler.draw
+    monkeypatch.setattr(
+        Sampler, "draw", lambda self, logits, *rest: (seen.append(logits), draw(self, logits, *rest))[1]
+    )
     tokens = list(stream(model, prompt, max_tokens=10, precision=precision))
     logits, state = read(model, torch.tensor([prompt]))
     steps, expected = Decoder(model, state), [logits]
@@ -87,18 +89,18 @@ def test_float32_on_the_cpu_is_the_models_own(precision: str, monkeypatch: pytes
 @pytest.mark.parametrize("family", ["gss", "transformer"])
 def test_the_engine_in_bfloat16_on_the_cpu(family: str) -> None:
     engine = check_engine(lively_model(f"{family}-tiny", **SMALL), tokens=6)
-    assert isinstance(engine._decoder, Decoder)
+    assert isinstance(engine.core.decoder, Decoder)
     assert not torch.is_autocast_enabled("cpu")
 
 
 @NEEDS_TRITON
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")
 def test_the_engine_on_the_graph_decoder_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gss.graph_decode import GraphDecoder
+    from gss.decode.cuda import GraphDecoder
 
-    monkeypatch.setattr(gss.serve.engine, "decoder", partial(GraphDecoder, block=4))
+    monkeypatch.setattr(gss.decode.engine, "decoder", partial(GraphDecoder, block=4))
     engine = check_engine(lively_model(**SMALL), tokens=2)
-    assert isinstance(engine._decoder, GraphDecoder)
+    assert isinstance(engine.core.decoder, GraphDecoder)
 
 
 @pytest.mark.gpu
@@ -107,14 +109,14 @@ def test_the_engine_on_the_graph_decoder_interpreted(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", ["gss", "gss-hybrid"])
 def test_bfloat16_on_the_device(family: str) -> None:
     """By default, as a CUDA graph, in `generate` and in the engine's own thread."""
-    from gss.graph_decode import GraphDecoder
+    from gss.decode.cuda import GraphDecoder
 
     model, prompt = lively_model(f"{family}-tiny", **SMALL).cuda(), [256, *b"prompt"]
     assert resolved("auto", model) == "bf16"
     expected_scores(model, prompt, list(stream(model, prompt, max_tokens=80, sampling=GREEDY)))
     assert not torch.is_autocast_enabled("cuda")
-    assert isinstance(check_engine(model, tokens=30, precision="auto")._decoder, GraphDecoder)
-    assert isinstance(check_engine(model, tokens=4, precision="fp32")._decoder, Decoder)
+    assert isinstance(check_engine(model, tokens=30, precision="auto").core.decoder, GraphDecoder)
+    assert isinstance(check_engine(model, tokens=4, precision="fp32").core.decoder, Decoder)
 
 
 @pytest.mark.gpu
@@ -124,7 +126,7 @@ def test_bfloat16_on_the_device_without_a_graph(family: str) -> None:
     model = lively_model(f"{family}-tiny", **SMALL).cuda()
     tokens = list(stream(model, [256, *b"prompt"], max_tokens=10, sampling=GREEDY))
     expected_scores(model, [256, *b"prompt"], tokens)
-    assert isinstance(check_engine(model, tokens=4)._decoder, Decoder)
+    assert isinstance(check_engine(model, tokens=4).core.decoder, Decoder)
 
 
 def test_a_model_of_another_precision_is_left_as_it_is() -> None:

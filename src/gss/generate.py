@@ -4,138 +4,18 @@ Greedy or sampled: temperature, top-k, top-p, min-p, a repetition penalty, stop 
 tokenizers and states; nothing of terminals or servers.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from gss import decode
 from gss.data import Tokenizer
-from gss.decode import decoder
+from gss.decode import Request, Sampling, read
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
-from gss.precision import resolved, running
+
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_many", "stream_text"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn. The defaults sample from the model as it is."""
-
-    temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Keep this many of the likeliest tokens."""
-    top_p: float | None = None
-    """Keep the fewest likeliest tokens whose probabilities reach this sum."""
-    min_p: float | None = None
-    """Keep tokens at least this fraction as likely as the likeliest."""
-    repetition_penalty: float = 1.0
-    """Over 1: tokens that have occurred become less likely (positive logits divided by it, negative multiplied)."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, not {self.top_k}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be over 0 and at most 1, not {value}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be over 0, not {self.repetition_penalty}")
-
-
-def choose(
-    logits: Tensor,
-    sampling: Sampling,
-    seen: Tensor | None,
-    generator: torch.Generator | Sequence[torch.Generator],
-) -> Tensor:
-    """The next token of each row, [B], from logits [B, V] on the CPU; `seen` [B, V] marks tokens that have occurred.
-
-    With a generator a row, each row draws what it would draw alone.
-    """
-    if not torch.isfinite(logits).all():
-        raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
-    logits = logits.double()
-    if seen is not None and sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # the likeliest at 0, however cold
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        top = logits.topk(sampling.top_k)
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
-    if sampling.min_p is not None:
-        probability = logits.softmax(-1)
-        floor = sampling.min_p * probability.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probability < floor, -torch.inf)
-    if sampling.top_p is not None:
-        ordered, order = logits.softmax(-1).sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-    probability = logits.softmax(-1)
-    if isinstance(generator, torch.Generator):
-        return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
-    noise = torch.empty_like(probability)
-    for row, own in zip(noise, generator, strict=True):
-        row.exponential_(generator=own)
-    return (probability / noise).argmax(-1)  # what `multinomial` does, for all rows at once
-
-
-@torch.no_grad()
-def read(
-    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int | None = None
-) -> tuple[Tensor, ModelState]:
-    """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
-
-    A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
-    all rows together, if that is more.
-    """
-    if tokens.numel() == 0:
-        raise ValueError("there is nothing to read: give at least one token")
-    model.check_tokens(tokens)
-    if piece is None:
-        piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
-    hidden = None
-    for part in tokens.split(piece, dim=1):
-        hidden, state = model.hidden(part, state)
-    assert hidden is not None
-    assert state is not None
-    return model.logits(hidden[:, -1]), state
-
-
-@torch.no_grad()
-def read_many(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], state: ModelState | None = None
-) -> tuple[Tensor, ModelState]:
-    """Read prompts of any lengths: logits [B, V] after each one's last token, and their states as one batch.
-
-    With a `state` of as many sequences, each prompt goes on from its own.
-    """
-    if state is not None and state.batch != len(prompts):
-        raise ValueError(
-            f"the state is of {state.batch} sequences and there are {len(prompts)} prompts: select its rows"
-        )
-    device = model.embedding.weight.device
-    by_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(row)
-    parts = [
-        read(
-            model,
-            torch.tensor([list(prompts[row]) for row in rows], dtype=torch.int64, device=device),
-            None if state is None else state.select(rows),
-        )
-        for rows in by_length.values()
-    ]
-    order = torch.tensor([row for rows in by_length.values() for row in rows]).argsort()
-    logits = torch.cat([logits for logits, _ in parts])[order.to(device)]
-    return logits, ModelState.join([state for _, state in parts]).select(order)
-
-
-@torch.no_grad()
 def stream_many(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -155,29 +35,30 @@ def stream_many(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-    if not prompts:
-        raise ValueError("there are no prompts: give at least one")
-    sampling = sampling or Sampling()
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(prompts)]
-    device = model.embedding.weight.device
-    precision = resolved(precision, model)
-    with running(model, precision):
-        logits, state = read_many(model, prompts, state)
-        steps = decoder(model, state)
-    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, list(prompt)] = True
-    going = [True] * len(prompts)
-    for produced in range(1, max_tokens + 1):
-        tokens = choose(logits.cpu(), sampling, seen, generators)
-        going = [on and token != eos_id for on, token in zip(going, tokens.tolist(), strict=True)]
-        if not any(going):
-            return
-        yield [token if on else None for on, token in zip(going, tokens.tolist(), strict=True)]
-        seen.scatter_(1, tokens.unsqueeze(1), True)
-        if produced < max_tokens:
-            with running(model, precision):
-                logits = steps.step(tokens.to(device))
+    if state is not None and state.batch != len(prompts):
+        raise ValueError(
+            f"the state is of {state.batch} sequences and there are {len(prompts)} prompts: select its rows"
+        )
+    requests = [
+        Request(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling or Sampling(),
+            seed=seeds[row] if seeds else 0,
+            eos_id=eos_id,
+            state=None if state is None else state.select([row]),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    rows = {request: row for row, request in enumerate(requests)}
+    coming: list[deque[int]] = [deque() for _ in requests]
+    going = [True] * len(requests)
+    for output in decode.stream(model, requests, precision):
+        row = rows[output.request]
+        coming[row].extend(output.tokens)
+        going[row] = output.finish is None
+        while any(coming) and all(tokens or not on for tokens, on in zip(coming, going, strict=True)):
+            yield [tokens.popleft() if tokens else None for tokens in coming]
 
 
 def stream(
@@ -192,17 +73,8 @@ def stream(
     precision: str = "auto",
 ) -> Iterator[int]:
     """Token ids that go on from a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
-    rows = stream_many(
-        model,
-        [prompt],
-        max_tokens=max_tokens,
-        sampling=sampling,
-        seeds=[seed],
-        eos_id=eos_id,
-        state=state,
-        precision=precision,
-    )
-    for (token,) in rows:
+    options = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state, "precision": precision}
+    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):  # type: ignore[arg-type]
         assert token is not None
         yield token
 
@@ -215,7 +87,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def stream_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str = "",
     *,
     max_tokens: int = 200,
     sampling: Sampling | None = None,
@@ -229,17 +101,27 @@ def stream_text(
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    ids = prompt_ids(tokenizer, prompt)
-    tokens = stream(
-        model,
-        ids,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-        precision=precision,
-    )
+    ids, eos_id = prompt_ids(tokenizer, prompt), tokenizer.eos_id
+    tokens = stream(model, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, eos_id=eos_id, precision=precision)
     return _until(stop, _decoded(tokenizer, ids[1:], tokens))
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_tokens: int = 200,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    precision: str = "auto",
+) -> str:
+    """The continuation of a prompt as one text; see `stream_text`."""
+    pieces = stream_text(
+        model, tokenizer, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, precision=precision
+    )
+    return "".join(pieces)
 
 
 class TextPieces:
@@ -320,28 +202,3 @@ def _until(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
             return
     if rest := stopping.rest():
         yield rest
-
-
-def generate(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    *,
-    max_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    precision: str = "auto",
-) -> str:
-    """The continuation of a prompt as one text; see `stream_text`."""
-    pieces = stream_text(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop=stop,
-        precision=precision,
-    )
-    return "".join(pieces)

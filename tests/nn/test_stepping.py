@@ -1,10 +1,11 @@
-"""Steppers under autocast: what a state space carries keeps its own precision."""
+"""Plans under autocast: what a state space carries keeps its own precision."""
 
 import pytest
 import torch
 
 import gss
-from gss.nn.stepping import StateSpaceStepper
+from gss.nn.decode_plans import BlockedStateSpace
+from gss.nn.decoding import Block
 from tests.conftest import small_config
 
 
@@ -16,12 +17,26 @@ def test_a_state_space_is_not_cast(step_range: tuple[float, float] | None) -> No
     inputs = torch.randn(20, 2, 1, space.channels)
     outputs, states = [], []
     for enabled in (False, True):
-        stepper = StateSpaceStepper(space, model.initial_state(2).layers[0]["modes"], block=8)
+        block = Block(8)
+        block.join(2)
+        blocked = BlockedStateSpace(space, model.initial_state(2).layers[0]["modes"], block)
+
+        def step(u: torch.Tensor, block: Block = block, blocked: BlockedStateSpace = blocked) -> torch.Tensor:
+            y, _ = blocked(u)
+            block.read += 1
+            if block.full:
+                blocked.fold()
+                block.begin()
+            return y
+
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            outputs.append([stepper.step(u) for u in inputs[:10]])
-            stepper.join(stepper.modes()[:1])
-            stepper.keep([0, 2])
-            outputs[-1] += [stepper.step(u) for u in inputs[10:]]
-            states.append(stepper.modes())
+            outputs.append([step(u) for u in inputs[:10]])
+            modes = blocked.modes()[:1]
+            block.join(1)
+            blocked.join(modes)
+            block.keep([0, 2])
+            blocked.keep([0, 2])
+            outputs[-1] += [step(u) for u in inputs[10:]]
+            states.append(blocked.modes())
     assert all(torch.equal(plain, cast) for plain, cast in zip(*outputs, strict=True))
     assert torch.equal(*states)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import gss
-from gss import decode
+from gss.decode import blocked
 from gss.ops.few_rows import FewRows, linear
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
@@ -26,10 +26,10 @@ def test_the_same_product(shape: tuple[int, ...], outputs: int, bias: bool) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_decoding_with_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_MANY_PARAMETERS", 0)
+    monkeypatch.setattr(blocked, "_MANY_PARAMETERS", 0)
     model = gss.build_model(small_config(family)).double()
     tokens = torch.randint(0, 61, (2, 30))
-    decoder = decode.Decoder(model, model.initial_state(2), block=4)
+    decoder = blocked.Decoder(model, model.initial_state(2), block=4)
     logits = torch.stack([decoder.step(tokens[:, i]) for i in range(30)], dim=1)
     assert relative_error(logits, model(tokens)[0]) < 1e-11
     with torch.autocast("cpu", torch.bfloat16):

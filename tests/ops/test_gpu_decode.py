@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import gss
-from gss.decode import Decoder, decoder
+from gss.decode import GREEDY, Decoder, Sampling, decoder
+from gss.decode.sampler import Sampler, Settings
 from gss.ops import fast
 from tests.comparing import relative_error
 from tests.conftest import small_config
@@ -44,10 +45,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def graph_decode() -> ModuleType:
-    import gss.graph_decode
+def cuda() -> ModuleType:
+    import gss.decode.cuda
 
-    return gss.graph_decode
+    return gss.decode.cuda
 
 
 def model_of(device: str = "cpu", **overrides: object) -> gss.LanguageModel:
@@ -88,12 +89,12 @@ def check_states(found: gss.ModelState, expected: gss.ModelState, bound: float) 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_steps_and_states(graph_decode: ModuleType, case: str, device: str) -> None:
+def test_steps_and_states(cuda: ModuleType, case: str, device: str) -> None:
     batch, block, overrides = CASES[case]
     model = model_of(device, **overrides)
     tokens, state = started(model, batch)
     untouched = state.map(torch.clone)
-    fast_steps, plain = graph_decode.GraphDecoder(model, state, block), Decoder(model, state, block)
+    fast_steps, plain = cuda.GraphDecoder(model, state, block), Decoder(model, state, block)
     count = 10 if device == "cuda" else 5 if batch < 64 else 3
     logits, expected = (
         torch.stack([steps.step(tokens[:, i]) for i in range(count)], dim=1) for steps in (fast_steps, plain)
@@ -108,18 +109,19 @@ def test_steps_and_states(graph_decode: ModuleType, case: str, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_in_slices(graph_decode: ModuleType, device: str) -> None:
+def test_attention_in_slices(cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence: slices of the chunk that are full, partly full and empty, until the next chunk has begun."""
-    from gss.ops.gpu.decode_tensors import Tile, Tiles
+    from gss.ops.gpu.decode_tiles import Tile, Tiles
 
     chunk = 7
     model = model_of(device, **{**HYBRID, "attention.chunk": chunk})
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     tiles = Tiles.for_batch(1, capability).with_(attend=Tile(rows=2))
     assert tiles.attention_slices(chunk, 1) == (2, -(-chunk // 2))
+    monkeypatch.setattr(Tiles, "for_batch", lambda batch, capability: tiles)
     tokens, _ = started(model, 1)
     state = model.initial_state(1)
-    decoders = graph_decode.GraphDecoder(model, state, block=3, tiles=tiles), Decoder(model, state, block=3)
+    decoders = cuda.GraphDecoder(model, state, block=3), Decoder(model, state, block=3)
     logits, expected = (torch.stack([steps.step(tokens[:, i % 10]) for i in range(chunk + 2)]) for steps in decoders)
     assert relative_error(logits, expected) < 5e-3
     check_states(decoders[0].state(), decoders[1].state(), 5e-3)
@@ -127,12 +129,12 @@ def test_attention_in_slices(graph_decode: ModuleType, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_greedy_is_the_likeliest_of_each_step(graph_decode: ModuleType, batch: int, device: str) -> None:
+def test_greedy_is_the_likeliest_of_each_step(cuda: ModuleType, batch: int, device: str) -> None:
     model = model_of(device, depth=1)
     tokens, state = started(model, batch)
     count = 7 if device == "cpu" else 40
-    decoders = [graph_decode.GraphDecoder(model, state, block=3) for _ in range(2)]
-    chosen = torch.cat([decoders[0].greedy(tokens[:, 0], 1), decoders[0].greedy(tokens[:, 1], count)], dim=1)
+    decoders = [cuda.GraphDecoder(model, state, block=3) for _ in range(2)]
+    chosen = torch.cat([decoders[0].generate(n, tokens[:, i]).tokens for i, n in enumerate((1, count))]).T
     stepped = [decoders[1].step(tokens[:, 0]).argmax(-1)]
     token = tokens[:, 1]
     for _ in range(count):
@@ -143,29 +145,73 @@ def test_greedy_is_the_likeliest_of_each_step(graph_decode: ModuleType, batch: i
         assert torch.equal(layer["modes"], other["modes"])
 
 
-def test_a_token_outside_the_vocabulary_shows(graph_decode: ModuleType) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sampling_kernel(device: str) -> None:
+    """The tokens that plain operations draw, of every kind of sampling; −1 where logits are not finite."""
+    from gss.ops.gpu import sample
+
+    narrow = Sampling(temperature=1.3, top_k=50, top_p=0.5, min_p=0.01)
+    kinds = [Sampling(), Sampling(temperature=0.7, top_p=0.9), Sampling(top_k=5), GREEDY, narrow]
+    kinds += [Sampling(temperature=0.9, min_p=0.05, repetition_penalty=1.3), Sampling(temperature=1e-308)]
+    rows = [Settings(kind, seed * 2**40 - 5) for seed in range(2) for kind in kinds]
+    samplers = [Sampler(300, torch.device(device), rows, [range(90)] * len(rows)) for _ in range(2)]
+    for position in torch.arange(4 * len(rows), device=device).view(4, -1):
+        logits = 2 * torch.randn(len(rows), 300, device=device)
+        tokens = torch.empty_like(position)
+        sample.draw(logits, *samplers[0].tensors(), position, tokens, penalised=True)
+        with fast.disabled():
+            assert torch.equal(tokens, samplers[1].draw(logits, position).tokens)
+        assert torch.equal(samplers[0].tensors()[2], samplers[1].tensors()[2])
+    logits[0, 3], logits[1, 4] = float("nan"), float("inf")
+    sample.draw(logits, *samplers[0].tensors(), position, tokens, penalised=False)
+    assert (tokens[:2] == -1).all()
+    assert (tokens[2:] >= 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_graph_draws_as_its_logits_say(cuda: ModuleType, device: str) -> None:
+    """Rows with settings of their own, in the graph of several steps and in single ones, across the end of a block."""
+    model = model_of(device, depth=1)
+    _, state = started(model, 3)
+    rows = [Settings(Sampling(top_p=0.9), 5, 2), Settings(Sampling(repetition_penalty=1.5), 6), Settings(GREEDY, 7)]
+    decoders = [cuda.GraphDecoder(model, state.select([0]), block=8) for _ in range(2)]
+    for each in decoders:
+        each.keep([])
+        each.join(state, Sampler(61, state.position.device, rows), torch.tensor([1, 2, 3], device=device))
+        each.keep([2, 0, 1])
+    drawn = torch.cat([decoders[0].generate(9).tokens for _ in range(2 if device == "cuda" else 1)])
+    sampler = Sampler(61, state.position.device, [rows[2], rows[0], rows[1]])
+    tokens = torch.tensor([3, 1, 2], device=device)
+    for step in drawn:
+        logits = decoders[1].step(tokens)
+        tokens, scores = sampler.draw(logits, decoders[1].state().position)
+        assert torch.equal(step, tokens)
+        assert torch.allclose(scores[0], logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5)
+
+
+def test_a_token_outside_the_vocabulary_shows(cuda: ModuleType) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model_of(device, depth=1)
-    steps = graph_decode.GraphDecoder(model, model.initial_state(1))
+    steps = cuda.GraphDecoder(model, model.initial_state(1))
     assert torch.isnan(steps.step(torch.tensor([61], device=device))).all()
 
 
-def test_what_the_kernels_lack_is_refused(graph_decode: ModuleType) -> None:
+def test_what_the_kernels_lack_is_refused(cuda: ModuleType) -> None:
     per_channel = gss.build_model(small_config("gss", **{"state_space.step_range": (1e-3, 1e-1)}))
     everything = gss.build_model(small_config("gss-hybrid", **{"attention.chunk": None}))
     broad = gss.build_model(small_config("gss-hybrid", **{"attention.head_width": 4096}))
     transformer = gss.build_model(small_config("transformer"))
     doubles = gss.build_model(small_config("gss")).double()
     for model in (per_channel, everything, broad, transformer, doubles):
-        assert not graph_decode.supports(model, 64)
+        assert not cuda.plans(model, 64)
         with pytest.raises(ValueError, match="picks what fits"):
-            graph_decode.GraphDecoder(model, model.initial_state(1))
+            cuda.GraphDecoder(model, model.initial_state(1))
     model = model_of()
-    assert graph_decode.supports(model, 64)
+    assert cuda.plans(model, 64)
     with pytest.raises(ValueError, match="at least 1 token"):
-        graph_decode.GraphDecoder(model, model.initial_state(1), block=0)
+        cuda.GraphDecoder(model, model.initial_state(1), block=0)
     with pytest.raises(ValueError, match="at least 1 token"):
-        graph_decode.GraphDecoder(model, model.initial_state(1)).greedy(torch.tensor([0]), 0)
+        cuda.GraphDecoder(model, model.initial_state(1)).generate(0)
 
 
 def test_the_plain_decoder_elsewhere() -> None:
@@ -177,23 +223,23 @@ def test_the_plain_decoder_elsewhere() -> None:
 
 @pytest.mark.gpu
 @ON_GPU
-def test_the_fastest_that_fits(graph_decode: ModuleType) -> None:
+def test_the_fastest_that_fits(cuda: ModuleType) -> None:
     model = model_of("cuda")
     state = model.initial_state(2)
     assert isinstance(decoder(model, state), Decoder)  # float32 is asked for
     with torch.autocast("cuda", torch.bfloat16):
-        assert isinstance(decoder(model, state), graph_decode.GraphDecoder)
+        assert isinstance(decoder(model, state), cuda.GraphDecoder)
         with fast.disabled():
             assert isinstance(decoder(model, state), Decoder)
-    assert isinstance(decoder(model.bfloat16(), state), graph_decode.GraphDecoder)
+    assert isinstance(decoder(model.bfloat16(), state), cuda.GraphDecoder)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [{"depth": 1}, HYBRID], ids=["gss", "hybrid"])
-def test_sequences_join_and_leave(graph_decode: ModuleType, sizes: dict[str, object], device: str) -> None:
+def test_sequences_join_and_leave(cuda: ModuleType, sizes: dict[str, object], device: str) -> None:
     model = model_of(device, **sizes)
     tokens, state = started(model, 6)
-    decoders = [kind(model, state.select([0]), 4) for kind in (graph_decode.GraphDecoder, Decoder)]
+    decoders = [kind(model, state.select([0]), 4) for kind in (cuda.GraphDecoder, Decoder)]
     rows = [0]
     # Before each step: rows that stay, by their places, and rows that come.
     changes = (([0], []), ([0], [1, 2]), ([2, 1], []), ([0, 1], [3, 4, 5]), ([4], []), ([], [2, 0]), ([1, 0], []))

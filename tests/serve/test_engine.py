@@ -209,8 +209,9 @@ def test_a_failure_is_told_and_overcome(model: gss.LanguageModel) -> None:
     with engine_of(model) as engine:
         asked = Asked("x", 10**5, ignore_eos=True, streaming=False)
         submit(engine, asked)
-        step = engine._decoder.step
-        engine._decoder.step = lambda tokens: step(tokens) * float("nan")
+        decoder = engine.core.decoder
+        step = decoder.step
+        decoder.step = lambda tokens: step(tokens) * float("nan")
         assert asked.wait().pieces[-1].failure == "internal"
         after = Asked("x", 5)
         submit(engine, after)
@@ -237,10 +238,10 @@ def row_of(text: str | bytes, **options: object) -> tuple[list[str], Row]:
     """Give a row the bytes of a text one by one; the pieces that may be shown after each, and the row."""
     content = text.encode() if isinstance(text, str) else text
     job = Job(prompt=[256], sink=lambda piece: None, max_tokens=len(content), **options)  # type: ignore[arg-type]
-    row = Row(job, 0, load_tokenizer("bytes"), 257)
+    row = Row(job, 0, load_tokenizer("bytes"))
     pieces = []
-    for byte in content:
-        row.accept([byte], *((-1.0,) if job.logprobs is not None else ()))
+    for left, byte in zip(range(len(content) - 1, -1, -1), content, strict=True):
+        row.accept([byte], [(-1.0, ())] if job.logprobs is not None else [], None if left else "length")
         piece = row.take()
         pieces.append(piece.text if piece else "")
         if row.finish:
@@ -287,10 +288,10 @@ def test_stop_strings_in_what_is_generated(model: gss.LanguageModel) -> None:
 
 def test_scores_come_with_their_text() -> None:
     job = Job(prompt=[256], sink=lambda piece: None, max_tokens=9, logprobs=0, stop=["#"])
-    row = Row(job, 0, load_tokenizer("bytes"), 257)
+    row = Row(job, 0, load_tokenizer("bytes"))
     came = []
     for byte in "a—b#".encode():
-        row.accept([byte], -0.5)
+        row.accept([byte], [(-0.5, ())])
         piece = row.take()
         came.append((piece.text, [(s.token, s.offset) for s in piece.scores]) if piece else None)
     dash = "—".encode()

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import gss
+from gss.decode.prefix_cache import Entry, PrefixCache
 from gss.generate import stream
 from gss.serve.engine import Engine
-from gss.serve.prefix_cache import Entry, PrefixCache
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
 
 
@@ -62,7 +62,7 @@ def check(model: gss.LanguageModel, asked: list[Asked]) -> None:
 def test_a_shared_prompt_is_read_once(model: gss.LanguageModel) -> None:
     long = [i % 251 for i in range(1000)]
     with engine_of(model, piece=64) as engine:
-        read = engine._readings
+        read = engine.core.prompts
         check(model, ask(engine, long))
         assert (read.tokens_read, read.tokens_reused) == (1000, 0)
         check(model, ask(engine, long))  # all of it
@@ -79,7 +79,7 @@ def test_prompts_that_come_together_share_too(model: gss.LanguageModel) -> None:
     prompts = [[*shared, *range(number, number + 10)] for number in range(12)]
     with engine_of(model, piece=256) as engine:
         check(model, ask(engine, *prompts))
-        assert engine._readings.tokens_read == 4096 + 12 * 10
+        assert engine.core.prompts.tokens_read == 4096 + 12 * 10
         assert engine.metrics.prompt_tokens.value == 12 * 4106
 
 
@@ -97,8 +97,8 @@ def test_sharing_survives_the_leaders_end(model: gss.LanguageModel) -> None:
 def test_without_a_cache(model: gss.LanguageModel) -> None:
     with engine_of(model, piece=16, cache_bytes=0) as engine:
         check(model, ask(engine, list(range(40)), list(range(40)), list(range(50))))
-        assert engine._readings.tokens_reused == 0
-        assert len(engine.cache) == 0
+        assert engine.core.prompts.tokens_reused == 0
+        assert len(engine.core.cache) == 0
 
 
 def test_memory_stays_within_bounds(model: gss.LanguageModel) -> None:
@@ -106,4 +106,4 @@ def test_memory_stays_within_bounds(model: gss.LanguageModel) -> None:
     with engine_of(model, piece=16, cache_bytes=5 * size) as engine:
         for number in range(8):
             check(model, ask(engine, [number] * 100))
-            assert engine.cache.nbytes <= 5 * size
+            assert engine.core.cache.nbytes <= 5 * size

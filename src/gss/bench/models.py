@@ -17,7 +17,7 @@ from gss.bench.check import Errors, autocast, check_decoding, check_training, li
 from gss.bench.measure import intervals, median_seconds, release
 from gss.bench.results import Measurement, compared
 from gss.data import Batch
-from gss.decode import BLOCK, Decoder, decoder
+from gss.decode import BLOCK, decoder
 from gss.generate import read
 from gss.model import LanguageModel, build_model
 from gss.nn.state import ModelState
@@ -243,16 +243,12 @@ def decoding_round(model: LanguageModel, state: ModelState) -> tuple[Callable[[]
     token = torch.zeros(state.batch, dtype=torch.int64, device=device)
     with autocast(device):
         going_on = decoder(model, state)
-    count = BLOCK if isinstance(going_on, Decoder) else 8 * BLOCK
+    count = BLOCK * going_on.stride
 
     def run() -> None:
         nonlocal token
         with autocast(device):
-            if isinstance(going_on, Decoder):
-                for _ in range(count):
-                    token = going_on.step(token).argmax(-1)
-            else:
-                token = going_on.greedy(token, count)[:, -1]
+            token = going_on.generate(count, token).tokens[-1]
         token.cpu()
 
     return run, count

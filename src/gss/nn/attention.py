@@ -4,17 +4,16 @@ The state is the keys and values that later tokens can still see (all of them, t
 how many tokens each row has read; rows may be at different positions, so every index below is a row's own.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gss.config import ModelConfig
+from gss.nn.decode_plans import AttentionPlan
+from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot
-from gss.nn.stepping import CacheStepper, Stepper
 from gss.nn.windows import expand_index, sized
 from gss.ops.norm import normalize
 from gss.ops.positions import rotated
@@ -96,8 +95,13 @@ class TransformerBlock(SequenceLayer):
             keys += (most - keys) * (length - most) / length  # later tokens see the whole window
         return 4 * self.heads * self.head_width * keys
 
-    def stepper(self, state: LayerState, block: int) -> Stepper:
-        return super().stepper(state, block) if self.sliding else _Steps(self, state)
+    def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
+        return None if self.sliding else AttentionPlan(self, state)
+
+    def gpu_plan(self, block: int) -> GPUPlan | None:
+        from gss.nn.gpu_plans import ChunkPlan
+
+        return ChunkPlan(self) if ChunkPlan.fits(self) else None
 
     # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
     # keys and values of past and new tokens together, as far as later ones may need them.
@@ -156,25 +160,6 @@ class TransformerBlock(SequenceLayer):
         if length > window:  # blocks of W, each over itself and the one before
             parts.append(_banded_attention(queries[:, window:], keys[:, window:], values[:, window:], window))
         return torch.cat(parts, dim=1), keys[:, length:], values[:, length:]
-
-
-class _Steps:
-    def __init__(self, block: TransformerBlock, state: LayerState) -> None:
-        self._block = block
-        self._cache = CacheStepper(state["keys"], state["values"], state["length"], block.chunk)
-
-    def step(self, x: Tensor) -> Tensor:
-        placed = self._block.positioned(self._block.project(x), self._cache.lengths())
-        return self._block.finish(x, self._cache.attend(torch.stack(placed, dim=2)))
-
-    def state(self) -> LayerState:
-        return self._cache.state()
-
-    def join(self, state: LayerState) -> None:
-        self._cache.join(state)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._cache.keep(rows)
 
 
 def _positions(first: Tensor, length: int) -> Tensor:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
+from gss.nn.decoding import GPUPlan
 from gss.nn.dense import dense, norm
 from gss.nn.state import LayerState
 from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
@@ -36,3 +37,8 @@ class GSSLayer(StateSpaceLayer):
         # (y·W₃ ∗ φ(normed·W₂))·W₄ + x, in one operation because the gate is the widest thing in the layer
         out = add_gated(x, normed, y, self.gate, self.context, self.output, self.activation)
         return out, {"modes": modes} if keep_state else {}
+
+    def gpu_plan(self, block: int) -> GPUPlan | None:
+        from gss.nn.gpu_plans import GSSPlan
+
+        return GSSPlan(self, block) if GSSPlan.fits(self) else None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gss.nn.stepping import PlainStepper, Stepper
+from gss.nn.decoding import Block, DecodePlan, GPUPlan
 
 LayerState = dict[str, Tensor]
 """Tensors by name, each with the batch first."""
@@ -47,9 +47,13 @@ class SequenceLayer(nn.Module):
         """FLOPs per token of mixing the tokens of a sequence of `length`: what comes on top of dense products."""
         raise NotImplementedError
 
-    def stepper(self, state: LayerState, block: int) -> Stepper:
-        """This layer set up to read one token after another from a state; `block` is how often that is folded in."""
-        return PlainStepper(self, state)
+    def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
+        """This layer set up to read one token after another from a state; None: `forward` does that well enough."""
+        return None
+
+    def gpu_plan(self, block: int) -> GPUPlan | None:
+        """This layer's weights and launches for decoding on a GPU in blocks of tokens; None: there are no kernels."""
+        return None
 
     def initial_state(self, batch: int) -> LayerState:
         """The state before any token, for `batch` sequences."""

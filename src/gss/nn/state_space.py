@@ -6,16 +6,15 @@ stumble over complex ones. The arithmetic stays in float32 (or float64) under au
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gss.config import StateSpaceConfig
+from gss.nn.decoding import Block, DecodePlan
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
-from gss.nn.stepping import StateSpaceStepper, Stepper
 from gss.ops import fast
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
@@ -87,11 +86,8 @@ class DiagonalStateSpace(StateSpace):
     def forward(self, u: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
-        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too. In place of
-        a state it takes a stepper, which holds one.
+        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
         """
-        if isinstance(state, StateSpaceStepper):
-            return state.step(u), None
         kind = fast.half(u)
         if kind is None or u.shape[1] == 1:
             return self._mix(u, state, keep_state)
@@ -167,30 +163,10 @@ class StateSpaceLayer(SequenceLayer):
     def mixing_flops(self, length: int) -> float:
         return sum(space.mixing_flops(length) for space in self.spaces().values())
 
-    def stepper(self, state: LayerState, block: int) -> Stepper:
-        return _Steps(self, state, block)
+    def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
+        from gss.nn.decode_plans import StateSpacePlan  # which knows this module
 
-
-class _Steps:
-    def __init__(self, layer: StateSpaceLayer, state: LayerState, block: int) -> None:
-        self._layer = layer
-        self._spaces: dict[str, Any] = {
-            name: StateSpaceStepper(space, state[name], block) for name, space in layer.spaces().items()
-        }
-
-    def step(self, x: Tensor) -> Tensor:
-        return self._layer.forward(x, self._spaces, keep_state=False)[0]  # as it is, compiled or not
-
-    def state(self) -> LayerState:
-        return {name: space.modes() for name, space in self._spaces.items()}
-
-    def join(self, state: LayerState) -> None:
-        for name, space in self._spaces.items():
-            space.join(state[name])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        for space in self._spaces.values():
-            space.keep(rows)
+        return StateSpacePlan(self, self.spaces(), state, block)
 
 
 def skew_hippo_frequencies(modes: int) -> Tensor:

@@ -1,12 +1,11 @@
-"""What the engine is asked for, and what it answers: plain data, nothing of HTTP."""
+"""What the server's engine is asked for, and what it answers: plain data, nothing of HTTP."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from gss.generate import Sampling
+from gss.decode.request import Finish, Request
 
-Finish = Literal["stop", "length"]
 Failure = Literal["timeout", "stopping", "internal"]
 
 
@@ -40,23 +39,14 @@ class Piece:
 
 
 @dataclass(kw_only=True, eq=False)
-class Job:
-    """One prompt, and how to go on from it."""
+class Job(Request):
+    """A request to the engine, and where its answer goes."""
 
-    prompt: Sequence[int]
     sink: Callable[[Piece], None]
     """Gets every piece, in order."""
     home: Any = None
     """Where the sink wants to be called, for the engine's `post`; nothing to the engine itself."""
-    max_tokens: int
-    n: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    """Of the first continuation; the others' follow."""
     stop: Sequence[str] = ()
-    logprobs: int | None = None
-    """How many alternatives to score beside each token; None: no scores."""
-    score_prompt: bool = False
     ignore_eos: bool = False
     streaming: bool = True
     """Whether pieces are wanted as they come; otherwise each continuation is one piece."""

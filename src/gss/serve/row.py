@@ -1,29 +1,18 @@
-"""One continuation under way: the tokens that came, the text that may be shown, and when it ends."""
+"""One continuation as text: the tokens that came, the text that may be shown, and when it ends."""
 
-import torch
+from collections.abc import Sequence
 
 from gss.data import Tokenizer
+from gss.decode.request import Finish, Score
 from gss.generate import StopStrings, TextPieces
-from gss.serve.job import Finish, Job, Piece, TokenScore
+from gss.serve.job import Job, Piece, TokenScore
 
 
 class Row:
-    """A row of the running batch."""
+    """A continuation of a job, from its tokens to its pieces."""
 
-    def __init__(self, job: Job, index: int, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
         self.job, self.index = job, index
-        self.generator = torch.Generator()
-        if job.sampling.temperature:
-            self.generator.manual_seed((job.seed + index) % 2**63)
-        self.seen: torch.Tensor | None = None
-        if job.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self.seen[list(job.prompt)] = True
-        self.eos_id = None if job.ignore_eos else tokenizer.eos_id
-        self.left = job.max_tokens
-        """Tokens that may still come."""
-        self.careful = bool(job.stop) or job.logprobs is not None or self.seen is not None
-        """Whether it must have each token before the next one is chosen."""
         self.finish: Finish | None = None
         self._text = TextPieces(tokenizer, job.prompt)
         self._stops = StopStrings(job.stop)
@@ -31,20 +20,24 @@ class Row:
         self._shown = ""  # text since the last piece
         self._scores: list[TokenScore] = []
         self._decoded = self._released = 0  # characters of text so far: known, and let through by the stop strings
-        self._fresh = 0
+        self._fresh = 0  # tokens since the last piece
 
-    def accept(self, tokens: list[int], logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> None:
-        """Take the next tokens (one at a time, if `careful`); `finish` is set when the last of them was the last."""
-        if tokens[-1] == self.eos_id:
-            tokens = tokens[:-1]
-            self.finish = "stop"
-        self._fresh += len(tokens)
-        self.left -= len(tokens)
-        self._new += tokens
-        if self.careful and tokens:
-            self._look_at(tokens[0], logprob, top)
-        if not self.left and not self.finish:
-            self.finish = "length"
+    def accept(self, tokens: list[int], scores: Sequence[Score] = (), finish: Finish | None = None) -> None:
+        """Take the next tokens, up to a stop string; `finish` says that they are the last."""
+        if self.job.stop or scores:
+            for number, token in enumerate(tokens):
+                self._new.append(token)
+                self._fresh += 1
+                if scores:
+                    self._scores.append(TokenScore(token, self._decoded, *scores[number]))
+                self._show()
+                if self._stops.ended:
+                    self.finish = "stop"
+                    return
+        else:
+            self._new += tokens
+            self._fresh += len(tokens)
+        self.finish = finish
 
     def take(self) -> Piece | None:
         """What has come since the last piece; None when that is nothing that could be shown."""
@@ -61,15 +54,6 @@ class Row:
         self._shown, self._fresh, self._scores = "", 0, self._scores[len(ready) :]
         return piece
 
-    def _look_at(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
-        if self.seen is not None:
-            self.seen[token] = True
-        if logprob is not None:
-            self._scores.append(TokenScore(token, self._decoded, logprob, top[: self.job.logprobs]))
-        self._show()
-        if self._stops.ended:
-            self.finish = "stop"
-
     def _show(self) -> None:
         if self._new:
             text = self._text.push(*self._new)
@@ -80,3 +64,12 @@ class Row:
     def _release(self, text: str) -> None:
         self._shown += text
         self._released += len(text)
+
+
+def prompt_scores(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[Score]) -> tuple[TokenScore, ...]:
+    """The scores of a prompt's tokens, each with where its text starts."""
+    text, found, characters = TextPieces(tokenizer), [], 0
+    for token, score in zip(prompt, scores, strict=True):
+        found.append(TokenScore(int(token), characters, *score))
+        characters += len(text.push(int(token)))
+    return tuple(found)

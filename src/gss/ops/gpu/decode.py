@@ -1,6 +1,6 @@
 """One token of one sequence through a GSS model: matrix–vector products at the speed of memory.
 
-The fast path of `gss.nn.gss` and `gss.nn.stepping` for a single row; `decode_batch` has the one for several. The
+The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for a single row; `decode_batch` has the one for several. The
 sizes of the 192M preset in bytes: a layer's weights are 8.9 MB (gate and inner, stacked), 2.1 MB (context) and 8.4 MB
 (output), the head is 65.5 MB; 376 MB in all, 90 µs at 4.2 TB/s. Nothing else is of that order, so that is the floor.
 
@@ -78,27 +78,29 @@ def normed_product(
 
 @triton.jit
 def earlier_outputs(
-    tile, inputs_at, taps_at, echo_at, base_at, read, rows, H: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr
+    tile, inputs_at, taps_at, carried_at, base_at, read, rows, H: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr
 ):
     """y of this token but for its own input: what the block's starting state gives, and the block's earlier inputs.
 
-    Inputs and the state's echo are [W, B·H], taps [W, H]; `base` [B·H] is written.
+    Inputs and what the state adds are [W, B·H], taps [W, H]; `base` [B·H] is written.
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, W_PAD)
     inside = (place[:, None] < read) & (row[None, :] < rows)
     held = tl.load(inputs_at + place[:, None] * rows + row[None, :], mask=inside, other=0.0)
     taps = tl.load(taps_at + (read - place)[:, None] * H + (row % H)[None, :], mask=inside, other=0.0)
-    echo = tl.load(echo_at + read * rows + row, mask=row < rows, other=0.0)
-    tl.store(base_at + row, echo + tl.sum(held * taps, 0), mask=row < rows)
+    carried = tl.load(carried_at + read * rows + row, mask=row < rows, other=0.0)
+    tl.store(base_at + row, carried + tl.sum(held * taps, 0), mask=row < rows)
 
 
 @triton.jit
 def embed_rows(
-    tokens_at, position_at, lengths_at, read_at, embedding_at, wavenumber_at, x_at,
-    V, E: tl.constexpr, W, BLOCKS: tl.constexpr, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    tokens_at, counters_at, read_at, embedding_at, wavenumber_at, x_at,
+    V, E: tl.constexpr, W, COUNTERS: tl.constexpr, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x [B, E] for the next tokens, a program a row; moves positions, lengths of caches and the place in the block on.
+    """x [B, E] for the next tokens, a program per row; moves counters [COUNTERS, B] and the place in the block on.
+
+    The first counter is the position.
 
     A token outside the vocabulary gives NaN, which reaches the logits, instead of a read outside the table.
     """
@@ -108,17 +110,16 @@ def embed_rows(
     token = tl.load(tokens_at + row)
     known = (token >= 0) & (token < V)
     x = tl.load(embedding_at + token * E + k, mask=known & (k < E), other=float("nan")).to(tl.float32)
-    position = tl.load(position_at + row)
+    position = tl.load(counters_at + row)
     if SINUSOIDS:
         half: tl.constexpr = E // 2
         turns = position.to(tl.float64) * tl.load(wavenumber_at + k % half)  # angles ÷ 2π
         angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
         x += tl.where(k < half, tl.sin(angle), tl.cos(angle)).to(embedding_at.dtype.element_ty)
     tl.store(x_at + row * E + k, x, mask=k < E)
-    tl.store(position_at + row, position + 1)
-    for block in tl.static_range(BLOCKS):
-        length_at = lengths_at + block * tl.num_programs(0) + row
-        tl.store(length_at, tl.load(length_at) + 1)
+    for counter in tl.static_range(COUNTERS):
+        counter_at = counters_at + counter * tl.num_programs(0) + row
+        tl.store(counter_at, tl.load(counter_at) + 1)
     if row == 0:
         tl.store(read_at, (tl.load(read_at) + 1) % W)
 
@@ -126,7 +127,7 @@ def embed_rows(
 @triton.jit
 def gate_inner_one(
     x_at, scale_at, shift_at, weight_at, bias_at, gate_at, inner_at,
-    inputs_at, taps_at, echo_at, base_at, read_at, epsilon,
+    inputs_at, taps_at, carried_at, base_at, read_at, epsilon,
     E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
     E_PAD: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +145,7 @@ def gate_inner_one(
     else:
         ready(OVERLAP)
         read = tl.load(read_at)
-        earlier_outputs(tile - tiles, inputs_at, taps_at, echo_at, base_at, read, H, H, W_PAD, CHANNELS)
+        earlier_outputs(tile - tiles, inputs_at, taps_at, carried_at, base_at, read, H, H, W_PAD, CHANNELS)
 
 
 @triton.jit
@@ -211,6 +212,12 @@ def output_one(
 
 
 @triton.jit
+def shown(logits):
+    """NaN as infinity, so that the largest shows it."""
+    return tl.where(logits == logits, logits, float("inf"))
+
+
+@triton.jit
 def head_one(
     x_at, scale_at, shift_at, weight_at, logits_at, best_at, best_token_at, epsilon, factor,
     V, E: tl.constexpr, CENTRED: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -228,7 +235,7 @@ def head_one(
     x = normed(x, k < E, scale, shift, epsilon, E, CENTRED) * factor
     logits = tl.sum(weight.to(tl.float32) * x[None, :], 1)
     tl.store(logits_at + row, logits, mask=row < V)
-    logits = tl.where(row < V, logits, float("-inf"))
+    logits = shown(tl.where(row < V, logits, float("-inf")))
     best, place = tl.max(logits, 0, return_indices=True)
     tl.store(best_at + tile, best)
     tl.store(best_token_at + tile, tile * ROWS + place)
@@ -236,14 +243,18 @@ def head_one(
 
 @triton.jit
 def choose_next(
-    best_at, best_token_at, tokens_at, history_at, read_at, tiles,
+    best_at, best_token_at, tokens_at, out_at, tiles,
     TILES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest token of each row (a program), from the tiles' [B, tiles]; the lowest id where several tie."""
+    """The likeliest token of each row (a program), from the tiles' [B, tiles]; the lowest id where several tie.
+
+    −1 where the logits were not finite: what is read after it is not either.
+    """
     row = tl.program_id(0)
     tile = tl.arange(0, TILES_PAD)
     ready(OVERLAP)
     best = tl.load(best_at + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     token = tl.load(best_token_at + row * tiles + tl.argmax(best, 0)).to(tl.int64)
+    token = tl.where(tl.max(best, 0) < float("inf"), token, -1)
     tl.store(tokens_at + row, token)
-    tl.store(history_at + tl.load(read_at) * tl.num_programs(0) + row, token)
+    tl.store(out_at + row, token)

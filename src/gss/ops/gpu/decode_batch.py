@@ -1,6 +1,6 @@
 """One token of several sequences through a GSS model: products of weights with a few columns, on tensor cores.
 
-The fast path of `gss.nn.gss` and `gss.nn.stepping` for batches; `decode` has the one for a single row and the parts
+The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for batches; `decode` has the one for a single row and the parts
 they share. The weights' 376 MB are read once for up to 64 rows, still 90 µs at 4.2 TB/s and the floor; a batch of 64
 adds 1 MB of activations a layer (from the cache, by every program that needs them), 2 MB of the block's inputs a
 layer on average and 8 MB of logits. 25 GFLOP are 33 µs.
@@ -14,7 +14,7 @@ leaves. Activations between kernels are bfloat16; sums, norms, the residual stre
 import triton
 import triton.language as tl
 
-from gss.ops.gpu.decode import activated, earlier_outputs, normed, ready
+from gss.ops.gpu.decode import activated, earlier_outputs, normed, ready, shown
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -37,7 +37,7 @@ def normed_rows(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: t
 
 @triton.jit
 def add_and_norm(
-    x_at, partial_at, bias_at, scale_at, shift_at, normed_at, inputs_at, taps_at, echo_at, base_at, read_at,
+    x_at, partial_at, bias_at, scale_at, shift_at, normed_at, inputs_at, taps_at, carried_at, base_at, read_at,
     epsilon, factor, B, E: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr,
     E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def add_and_norm(
     else:
         ready(OVERLAP)
         read = tl.load(read_at)
-        earlier_outputs(row - B, inputs_at, taps_at, echo_at, base_at, read, B * H, H, W_PAD, CHANNELS)
+        earlier_outputs(row - B, inputs_at, taps_at, carried_at, base_at, read, B * H, H, W_PAD, CHANNELS)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def head_many(
     logits = product(weight_at, normed_at, row, column, V, B, 0, E, E, ROWS, COLUMNS, DEPTH)
     places = column.to(tl.int64)[None, :] * V + row[:, None]
     tl.store(logits_at + places, logits, mask=(row[:, None] < V) & (column[None, :] < B))
-    logits = tl.where((row < V)[:, None], logits, float("-inf"))
+    logits = shown(tl.where((row < V)[:, None], logits, float("-inf")))
     best, place = tl.max(logits, 0, return_indices=True)
     tiles = tl.num_programs(0)
     tl.store(best_at + column * tiles + tile, best, mask=column < B)

@@ -1,9 +1,9 @@
-"""Folding a block of W inputs into the states of every layer, and what the new states give the next block's outputs.
+"""Folding a block of W inputs into the states of a layer, and what the new states give the next block's outputs.
 
 The fast path of `gss.ops.recurrence` (`final_state` and `carried_output` at once) for eigenvalues that all channels
 share: with a = exp(log Ā),
 
-    s ← a^W s + Σ_j a^(W−1−j) u_j          echo_k = Re Σ_n C_n a_n^(k+1) s_n,   k < W
+    s ← a^W s + Σ_j a^(W−1−j) u_j          carried_k = Re Σ_n C_n a_n^(k+1) s_n,   k < W
 
 (a^(W−j) s for a sequence that joined at place j of the block, and has zeros for the inputs that it missed.)
 Both sums are matrix products with tables of powers taken in float64 once. The state is read and written once: at
@@ -16,27 +16,22 @@ import triton.language as tl
 
 @triton.jit
 def fold_block(
-    state_at, inputs_at, joined_at, into_at, readout_at, out_of_at, echo_at,
+    state_at, inputs_at, joined_at, into_at, readout_at, out_of_at, carried_at,
     rows, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr, LATE: tl.constexpr,
     W_PAD: tl.constexpr, ROWS: tl.constexpr, MODES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows are (sequence, channel) pairs, B·H of them; the grid is (tiles of rows, layers). Per layer:
+    """Rows are (sequence, channel) pairs, B·H of them; the grid has tiles of them.
 
     state [2, B·H, N] (real, imaginary; updated), inputs [W, B·H], into [2, W + 1, N] = a^(W−j), readout [2, H, N] =
-    C·B̄, out_of [2, N, W] = (Re, −Im) of a^(k+1), echo [W, B·H] (written); for all layers, if LATE, joined [B].
+    C·B̄, out_of [2, N, W] = (Re, −Im) of a^(k+1), carried [W, B·H] (written); if LATE, joined [B].
     """
-    layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, W_PAD)
     known = (row < rows)[:, None]
     within = (place < W)[None, :]
-    block = layer * W * rows + place[None, :] * rows + row[:, None]  # [ROWS, W]
+    block = place[None, :] * rows + row[:, None]  # [ROWS, W]
     inputs = tl.load(inputs_at + block, mask=known & within, other=0.0)
-    echo = tl.zeros((ROWS, W_PAD), dtype=tl.float32)
-    state_at += layer * 2 * rows * N
-    into_at += layer * 2 * (W + 1) * N
-    readout_at += layer * 2 * H * N
-    out_of_at += layer * 2 * N * W
+    carried = tl.zeros((ROWS, W_PAD), dtype=tl.float32)
     imaginary = tl.full((), N, tl.int64) * rows
     if LATE:
         joined = tl.load(joined_at + row // H, mask=row < rows, other=0)
@@ -68,6 +63,6 @@ def fold_block(
         inside = (n < N)[:, None] & within
         out_re = tl.load(out_of_at + table, mask=inside, other=0.0)
         out_im = tl.load(out_of_at + N * W + table, mask=inside, other=0.0)
-        echo = tl.dot(c_re * re - c_im * im, out_re, echo, input_precision=PRECISION)
-        echo = tl.dot(c_re * im + c_im * re, out_im, echo, input_precision=PRECISION)
-    tl.store(echo_at + block, echo, mask=known & within)
+        carried = tl.dot(c_re * re - c_im * im, out_re, carried, input_precision=PRECISION)
+        carried = tl.dot(c_re * im + c_im * re, out_im, carried, input_precision=PRECISION)
+    tl.store(carried_at + block, carried, mask=known & within)

@@ -1,0 +1,13 @@
+"""Decoding: from prompts to tokens, on one engine.
+
+`prefill` reads prompts, `blocked` steps through tokens (`cuda`: as CUDA graphs), `sampler` draws, and `engine` puts
+them together for requests that come and go. `gss.generate` and `gss.serve` are its clients.
+"""
+
+from gss.decode.blocked import BLOCK, Decoder, decoder
+from gss.decode.engine import Engine, stream
+from gss.decode.prefill import read
+from gss.decode.request import Output, Request
+from gss.decode.sampler import GREEDY, Sampling
+
+__all__ = ["BLOCK", "GREEDY", "Decoder", "Engine", "Output", "Request", "Sampling", "decoder", "read", "stream"]

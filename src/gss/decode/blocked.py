@@ -1,0 +1,187 @@
+"""Decoders: a model that goes on from a state, a token of each row at a time, fast.
+
+Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
+caches written in place, and state spaces that touch their states once in a block of tokens. How a layer does that is
+its own plan; a decoder knows rows, blocks and the sampler. `Decoder` runs on any device in any precision;
+`gss.decode.cuda.GraphDecoder` is the same as a CUDA graph. `decoder` picks the fastest that fits.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from gss.decode.sampler import Draw, Sampler, Settings, Work
+from gss.model import LanguageModel
+from gss.nn.decode_plans import ForwardPlan
+from gss.nn.decoding import Block, DecodePlan
+from gss.nn.state import ModelState
+from gss.ops import fast
+from gss.ops.few_rows import MOST_ROWS, FewRows
+
+BLOCK = 64
+"""Tokens between two foldings of a block into the state; any number is exact."""
+
+# Parameters from which a step is bound by reading them, so that `FewRows` pays for itself.
+_MANY_PARAMETERS = 1 << 22
+
+
+class BlockedDecoder:
+    """What both decoders have in common: rows that come and go, each somewhere in a block of tokens.
+
+    A row has a token that it reads next; without a sampler of its own it continues greedily.
+    """
+
+    stride = 1
+    """How many tokens of each row `generate` produces most cheaply."""
+    _tokens: Tensor
+    _sampler: Sampler
+
+    def __init__(self, model: LanguageModel, block: int) -> None:
+        self._model, self._block = model, Block(block)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after the next token of each row, [B]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def generate(self, count: int, tokens: Tensor | None = None) -> Draw:
+        """The `count` tokens of each row that follow the one it reads next (given anew by `tokens` [B]).
+
+        The last of them has been drawn and not yet read. All of `Draw` is [count, B, …].
+        """
+        if count < 1:
+            raise ValueError(f"at least 1 token is generated, not {count}")
+        if tokens is not None:
+            self._set_tokens(tokens)
+        work, parts = self._sampler.work, []
+        while count:
+            parts.append(self._advance(count, work))
+            count -= len(parts[-1].tokens)
+        return parts[0] if len(parts) == 1 else Draw.join(parts, torch.cat)
+
+    def state(self) -> ModelState:
+        """The state after what has been read."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def join(self, state: ModelState, sampler: Sampler | None = None, tokens: Tensor | None = None) -> None:
+        """Add the rows of a state after those that are there, each at its own position, with their next tokens."""
+        self._model.check_state(state, state.batch)
+        device = state.position.device
+        sampler = sampler or Sampler(self._model.config.vocab_size, device, [Settings()] * state.batch)
+        if tokens is None:
+            tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
+        self._block.join(state.batch)
+        self._put(state, sampler, tokens)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order, each once (none is fine, until others join).
+
+        Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
+        """
+        raise NotImplementedError
+
+    def _set_tokens(self, tokens: Tensor) -> None:
+        raise NotImplementedError
+
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+        """Place the rows that have just joined the block."""
+        raise NotImplementedError
+
+    def _advance(self, count: int, work: Work) -> Draw:
+        """Some of `count` steps, and what the sampler drew in them."""
+        raise NotImplementedError
+
+    def _fold(self) -> None:
+        """Fold a full block into every layer's state."""
+        raise NotImplementedError
+
+    def _count(self, steps: int) -> None:
+        """Note that every row has read so many tokens; at the end of a block, begin the next."""
+        self._block.read += steps
+        if self._block.full:
+            self._fold()
+            self._block.begin()
+
+
+class Decoder(BlockedDecoder):
+    """A model that goes on from a state, on any device and in any precision; no gradients.
+
+    >>> logits, state = gss.decode.read(model, prompt)
+    >>> decoder = Decoder(model, state)
+    >>> logits = decoder.step(logits.argmax(-1))         # [B] → [B, V]
+    >>> state = decoder.state()                          # at any time: a value to keep, branch or join
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, state: ModelState, block: int = BLOCK) -> None:
+        super().__init__(model, block)
+        device = model.embedding.weight.device
+        model.check_state(state, state.batch)
+        self._block.join(state.batch)
+        self._position = state.position
+        self._plans: list[DecodePlan] = [
+            layer.decode_plan(held, self._block) or ForwardPlan(layer, held)
+            for layer, held in zip(model.sequence_layers(), state.layers, strict=True)
+        ]
+        self._sampler = Sampler(model.config.vocab_size, device, [Settings()] * state.batch)
+        self._tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
+        self._memory_bound = device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        few = self._memory_bound and len(tokens) <= MOST_ROWS and not torch.is_autocast_enabled("cpu")
+        with FewRows() if few else nullcontext():
+            x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
+            for plan in self._plans:
+                x = plan.step(x)
+            self._position = self._position + 1
+            self._count(1)
+            return self._model.logits(self._model.norm(x[:, 0]))
+
+    @torch.no_grad()
+    def state(self) -> ModelState:
+        return ModelState(self._position, tuple(plan.state() for plan in self._plans))
+
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int]) -> None:
+        self._block.keep(rows)
+        self._position, self._tokens = self._position[list(rows)], self._tokens[list(rows)]
+        self._sampler = Sampler.join([(self._sampler, rows)])
+        for plan in self._plans:
+            plan.keep(rows)
+
+    def _set_tokens(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+        self._position = torch.cat([self._position, state.position])
+        self._sampler = Sampler.join([(self._sampler, range(len(self._tokens))), (sampler, range(len(tokens)))])
+        self._tokens = torch.cat([self._tokens, tokens])
+        for plan, held in zip(self._plans, state.layers, strict=True):
+            plan.join(held)
+
+    def _advance(self, count: int, work: Work) -> Draw:
+        drawn = self._sampler.draw(self.step(self._tokens), self._position, work)
+        self._tokens = drawn.tokens.clamp(min=0)
+        return drawn.map(lambda part: part.unsqueeze(0))
+
+    def _fold(self) -> None:
+        for plan in self._plans:
+            plan.fold()
+
+
+def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> BlockedDecoder:
+    """The fastest decoder that goes on from a state with the model's own answers, to the precision asked for.
+
+    A `GraphDecoder` where GPU kernels can run, every layer has a plan for them and bfloat16 is asked for, by autocast
+    around this call or by the model's parameters; else a `Decoder`.
+    """
+    if fast.usable(model.embedding.weight.device):
+        from gss.decode import cuda
+
+        if cuda.reduced_precision(model) and (plans := cuda.plans(model, block)):
+            return cuda.GraphDecoder(model, state, block, plans)
+    return Decoder(model, state, block)

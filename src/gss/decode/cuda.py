@@ -1,0 +1,239 @@
+"""Decoding on a GPU: steps of a model as CUDA graphs, the sampler inside.
+
+The same answers as `gss.decode.Decoder` in reduced precision, to rounding: weights are rounded to bfloat16
+once; the state, the residual stream and every sum stay float32.
+
+Rows have places in buffers for 1, 2, 4, 8, … rows (at first, for as many as there are). A row that leaves frees its
+place and nothing moves; where there are too few places, or many more than rows, all rows change to other buffers.
+Buffers and their graphs are kept.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gss.decode.blocked import BLOCK, BlockedDecoder
+from gss.decode.sampler import Draw, Sampler, Work
+from gss.model import LanguageModel
+from gss.nn.decoding import GPUPlan
+from gss.nn.gpu_plans import WIDEST, norm_pair
+from gss.nn.state import ModelState
+from gss.ops.gpu.decode_launch import Form, Stream
+from gss.ops.gpu.decode_tiles import Tiles
+from gss.ops.gpu.gate import ACTIVATIONS
+from gss.ops.positions import sinusoid_frequencies
+
+UNROLL = 8
+"""Steps in the largest graph: one launch for that many."""
+
+_LONGEST_BLOCK = 128
+# Rows in buffers this many times too large for them change to smaller ones.
+_SPARSE = 4
+# Layers whose blocks are folded side by side.
+_BESIDE = 4
+
+
+def plans(model: LanguageModel, block: int) -> list[GPUPlan]:
+    """The plans of all layers; none where some layer, or the model, has a part that the kernels lack."""
+    config = model.config
+    plain = all(type(p.data) is Tensor and p.dtype in (torch.float32, torch.bfloat16) for p in model.parameters())
+    known = config.activation in ACTIVATIONS and config.norm in ("layernorm", "rmsnorm")
+    if (
+        not (plain and known)
+        or (model.training and config.dropout)
+        or config.width > WIDEST
+        or not 0 < block <= _LONGEST_BLOCK
+    ):
+        return []
+    found = [layer.gpu_plan(block) for layer in model.sequence_layers()]
+    return [plan for plan in found if plan] if all(found) else []
+
+
+def reduced_precision(model: LanguageModel) -> bool:
+    """Whether a model is asked to run in bfloat16: by its parameters or by autocast around the call."""
+    weight = model.embedding.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type) == torch.bfloat16
+    return weight.dtype == torch.bfloat16
+
+
+class _Room:
+    """Buffers for so many rows, and the graphs that work on them."""
+
+    def __init__(self, form: Form, layers: Sequence[GPUPlan], batch: int, head: Tensor) -> None:
+        vocab_size, device = len(head), head.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self.stream = Stream(form, batch, Tiles.for_batch(batch, capability), device)
+        self.layers = [plan.rows(self.stream) for plan in layers]
+        self.sampler = Sampler(vocab_size, device, [], capacity=batch)
+        self.logits = self.stream.room(batch, vocab_size)
+        self.best = self.stream.room(batch, self.stream.head_tiles(vocab_size))
+        self.best_token = self.stream.room(*self.best.shape, dtype=torch.int32)
+        self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Draw]] = {}
+
+
+class GraphDecoder(BlockedDecoder):
+    """A model that goes on from a state as CUDA graphs; without a GPU, in Triton's interpreter, the same launches.
+
+    >>> decoder = GraphDecoder(model, state)
+    >>> logits = decoder.step(tokens)                    # [B] → [B, V], float32
+    >>> tokens = decoder.generate(100).tokens            # [100, B], drawn on the device
+    """
+
+    stride = UNROLL
+
+    @torch.no_grad()
+    def __init__(
+        self, model: LanguageModel, state: ModelState, block: int = BLOCK, layers: Sequence[GPUPlan] = ()
+    ) -> None:
+        super().__init__(model, block)
+        self._layers = layers or plans(model, block)
+        if not self._layers:
+            raise ValueError("the model has parts that the kernels lack: use gss.decode.decoder, which picks what fits")
+        config, weight = model.config, model.embedding.weight.detach()
+        self._embedding, self._head, self._norm = weight, weight.to(torch.bfloat16), norm_pair(model.norm)
+        self._wavenumber = None
+        if config.positions == "sinusoidal":
+            self._wavenumber = sinusoid_frequencies(config.width, weight.device) / (2 * math.pi)
+        self._form = Form(
+            width=config.width,
+            block=block,
+            activation=config.activation,
+            centred=config.norm == "layernorm",
+            epsilon=config.norm_epsilon,
+            head_scale=config.width**-0.5 if config.head_scale is None else config.head_scale,
+        )
+        self._rooms: dict[int, _Room] = {}
+        self._enter(state.batch)
+        self.join(state)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        self._set_tokens(tokens)
+        self._advance(1, None)
+        return self._room.logits[self._index]
+
+    @torch.no_grad()
+    def state(self) -> ModelState:
+        layers = tuple(layer.state(self._index, self._block) for layer in self._room.layers)
+        return ModelState(self._room.stream.position[self._index], layers)
+
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int]) -> None:
+        self._block.keep(rows)
+        self._set_places([self._places[row] for row in rows])
+        self._sampler.rows = [self._sampler.rows[row] for row in rows]
+        enough = _power_of_two(len(rows))
+        if enough <= self._room.stream.batch // _SPARSE:
+            self._change_room(enough)
+
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+        if self._block.rows > self._room.stream.batch:
+            self._change_room(_power_of_two(self._block.rows))
+        free = sorted(set(range(self._room.stream.batch)) - set(self._places))
+        self._place(state, sampler, range(state.batch), tokens, free[: state.batch])
+
+    def _place(
+        self, state: ModelState, sampler: Sampler, rows: Sequence[int], tokens: Tensor, places: Sequence[int]
+    ) -> None:
+        """Put rows, and their settings from these rows of a sampler, into places of the room."""
+        stream = self._room.stream
+        index = torch.tensor(places, dtype=torch.int64, device=stream.device)
+        stream.tokens[index], stream.position[index] = tokens, state.position
+        stream.joined[index] = self._block.read
+        self._sampler.put(sampler, list(rows), list(places))
+        self._sampler.rows += sampler.rows
+        for layer, held in zip(self._room.layers, state.layers, strict=True):
+            layer.put(held, index, self._block)
+        self._set_places([*self._places, *places])
+        stream.read.fill_((self._block.read - 1) % self._block.size)  # the place of the last token
+
+    def _set_places(self, places: list[int]) -> None:
+        self._places = places
+        self._index = torch.tensor(places, dtype=torch.int64, device=self._embedding.device)
+
+    def _enter(self, size: int) -> None:
+        """Go to the room for so many rows, without any."""
+        if size not in self._rooms:
+            self._rooms[size] = _Room(self._form, self._layers, size, self._head)
+        self._room, self._sampler = self._rooms[size], self._rooms[size].sampler
+        self._sampler.rows = []
+        self._set_places([])
+
+    def _change_room(self, size: int) -> None:
+        """Take the rows that have places to room for so many."""
+        before, places, index = self._room, self._places, self._index
+        state = self.state() if places else None
+        self._enter(size)
+        if state is not None:
+            self._block.joined[: len(places)] = [self._block.read] * len(places)  # their states have all that was read
+            self._place(state, before.sampler, places, before.stream.tokens[index], range(len(places)))
+
+    def _set_tokens(self, tokens: Tensor) -> None:
+        self._room.stream.tokens[self._index] = tokens
+
+    def _advance(self, count: int, work: Work | None) -> Draw:
+        steps = UNROLL if min(count, self._block.size - self._block.read) >= UNROLL else 1
+        drawn = self._run((steps, work), lambda: self._steps(steps, work)).map(lambda part: part[:, self._index])
+        self._count(steps)
+        return drawn
+
+    def _fold(self) -> None:
+        late = any(self._block.joined)
+        self._run((late,), lambda: self._fold_layers(late))
+        if late:
+            self._room.stream.joined.zero_()
+
+    def _run(self, key: tuple[object, ...], launches: Callable[[], Draw]) -> Draw:
+        """Run launches: as they are the first time, which compiles their kernels, and from then on as a graph."""
+        graphs = self._room.graphs
+        if key in graphs:
+            graph, drawn = graphs[key]
+            graph.replay()
+            return drawn
+        drawn = launches()
+        if self._embedding.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                graphs[key] = graph, launches()
+        return drawn
+
+    def _steps(self, steps: int, work: Work | None) -> Draw:
+        """Read `tokens`; leave logits and the next tokens in their place, and everything moved on, `steps` times."""
+        room, stream = self._room, self._room.stream
+        tokens = stream.room(steps, stream.batch, dtype=torch.int64)
+        drawn = []
+        for step in range(steps):
+            stream.embed(self._embedding, self._wavenumber)
+            for layer in room.layers:
+                layer.launch()
+            stream.head(self._norm, self._head, room.logits, room.best, room.best_token)
+            if work is None or work.argmax:
+                stream.choose(room.best, room.best_token, tokens[step])
+            else:
+                drawn.append(room.sampler.draw(room.logits, stream.position, work))
+                stream.tokens.copy_(drawn[-1].tokens)
+        return Draw.join(drawn, torch.stack) if drawn else Draw(tokens)
+
+    def _fold_layers(self, late: bool) -> Draw:
+        """Fold the blocks of all layers, some side by side."""
+        layers, device = self._room.layers, self._embedding.device
+        if device.type != "cuda":
+            for layer in layers:
+                layer.fold(late)
+            return Draw(self._room.stream.tokens)
+        beside = [torch.cuda.Stream(device) for _ in range(_BESIDE)]
+        for number, stream in enumerate(beside):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for layer in layers[number::_BESIDE]:
+                    layer.fold(late)
+            torch.cuda.current_stream().wait_stream(stream)
+        return Draw(self._room.stream.tokens)
+
+
+def _power_of_two(rows: int) -> int:
+    """Room for rows that come and go: of few sizes, since each has kernels to compile and graphs to capture."""
+    return 1 << (max(1, rows) - 1).bit_length()

@@ -1,0 +1,251 @@
+"""The engine: one batch on one model, in which requests come and go between steps.
+
+A request's prompt is read in pieces (`prefill`); then its continuations join the batch, and every `step` gives each of
+them its next tokens, drawn on the device. What a continuation is does not depend on what runs beside it (but for
+rounding, in bfloat16). On a GPU a step is several tokens, and the host looks at them while the device is already at
+the next ones.
+
+    engine = Engine(model)
+    engine.submit(Request(prompt=[1, 2, 3], max_tokens=100))
+    for output in engine.run():
+        print(output.tokens, output.finish)
+
+Knows requests, models and states; nothing of text, threads or HTTP.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gss.decode.blocked import BlockedDecoder, decoder
+from gss.decode.prefill import PartialPrompt, Prefill, score_lists
+from gss.decode.prefix_cache import PrefixCache
+from gss.decode.request import Finish, Output, Request, Score
+from gss.decode.sampler import Draw, Sampler, Settings
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+from gss.precision import resolved, running
+
+
+class _Row:
+    """One continuation that is being generated."""
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request, self.index = request, index
+        self.left = request.max_tokens
+        self.finish: Finish | None = None
+        self.gone = False
+
+    def accept(self, tokens: list[int], scores: list[Score]) -> Output:
+        """Take the next tokens, up to the last that is wanted."""
+        if -1 in tokens:
+            raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
+        tokens = tokens[: self.left]
+        if self.request.eos_id in tokens:
+            tokens = tokens[: tokens.index(self.request.eos_id)]
+            self.finish = "stop"
+        self.left -= len(tokens)
+        if not self.left and not self.finish:
+            self.finish = "length"
+        return Output(self.request, self.index, tokens, scores[: len(tokens)], self.finish)
+
+
+class _Fetched:
+    """What was drawn for some rows, on its way to the host."""
+
+    def __init__(self, rows: Sequence[_Row], draw: Draw) -> None:
+        self.rows = list(rows)
+        self._ready = None
+        self._draw = draw
+        if draw.tokens.is_cuda:
+            self._draw = draw.map(_pinned)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def outputs(self) -> Iterator[tuple[_Row, Output]]:
+        """Hand the tokens out, once they are here, to the rows that still want them."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        tokens = self._draw.tokens.T.tolist()
+        scores = [part.movedim(0, 1).tolist() for part in self._draw.scores or ()]
+        for place, row in enumerate(self.rows):
+            if not row.gone:
+                own: list[Score] = []
+                if (wanted := row.request.logprobs) is not None:
+                    own = [(log, top[:wanted]) for log, top in score_lists(*(part[place] for part in scores))]
+                yield row, row.accept(tokens[place], own)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Engine:
+    """Continues prompts on a model; see the module.
+
+    rows          most continuations in the batch: with a bounded state, memory is known from the start
+    piece         tokens of prompts that are read per round of `prefill`; by default 4,096, on a GPU 65,536
+    cache_bytes   memory for the states of prompts, which later prompts with the same prefix start from
+    precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        rows: int = 64,
+        piece: int | None = None,
+        cache_bytes: int = 0,
+        precision: str = "auto",
+    ) -> None:
+        self._device = model.embedding.weight.device
+        if piece is None:
+            piece = 65_536 if self._device.type == "cuda" else 4096
+        if rows < 1 or piece < 1:
+            raise ValueError(f"a batch has at least 1 row and a piece at least 1 token, not {rows} and {piece}")
+        self.model, self.max_rows, self.precision = model, rows, resolved(precision, model)
+        self.cache = PrefixCache(cache_bytes)
+        self.prompts = Prefill(model, self.cache, piece)
+        self._waiting: deque[Request] = deque()
+        self._running: list[_Row] = []
+        self._in_flight: _Fetched | None = None
+        self.decoder = self._empty_decoder()
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose prompts are not being read yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Continuations in the batch."""
+        return len(self._running)
+
+    def submit(self, request: Request) -> None:
+        """Take in a request; requests are begun in the order in which they came."""
+        tokens = torch.from_numpy(np.asarray(request.prompt, dtype=np.int64)).unsqueeze(0)
+        if not tokens.numel():
+            raise ValueError("there is nothing to read: give at least one token")
+        self.model.check_tokens(tokens)
+        if request.state is not None:
+            self.model.check_state(request.state, 1)
+        self._waiting.append(request)
+
+    def cancel(self, unwanted: Callable[[Request], bool], index: int | None = None) -> None:
+        """Drop requests, or one continuation of each; nothing more comes of them."""
+        if index is None:
+            self._waiting = deque(request for request in self._waiting if not unwanted(request))
+            self.prompts.drop(unwanted)
+        self._leave(row for row in self._running if unwanted(row.request) and index in (None, row.index))
+
+    def admit(self) -> int:
+        """Begin with the prompts of waiting requests as far as there are rows; how many prompts are being read."""
+        taken = len(self._running) + sum(request.n for request in self.prompts.requests())
+        # A request for more rows than there are in all runs alone.
+        while self._waiting and (taken + self._waiting[0].n <= self.max_rows or not taken):
+            taken += self._waiting[0].n
+            self.prompts.add(self._waiting.popleft())
+        return len(self.prompts)
+
+    @torch.no_grad()
+    def prefill(self) -> list[Output]:
+        """Read a piece of the prompts that have been admitted; the first tokens of those that are done."""
+        with running(self.model, self.precision):
+            return list(self._begin(self.prompts.round()))
+
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        """The next tokens of every continuation in the batch (on a GPU, those that were begun a step before)."""
+        count, ahead = self.decoder.stride, self._in_flight is not None
+        fetched = None
+        if any(row.left > count * ahead for row in self._running):
+            with running(self.model, self.precision):
+                fetched = _Fetched(self._running, self.decoder.generate(count))
+        if self._device.type == "cuda":
+            fetched, self._in_flight = self._in_flight, fetched
+        handed_out = list(fetched.outputs()) if fetched else []
+        self._leave(row for row, _ in handed_out if row.finish)
+        return [output for _, output in handed_out]
+
+    def run(self) -> Iterator[Output]:
+        """Everything that comes of the requests, until they have all ended."""
+        while self.admit() or self._running:
+            yield from self.prefill() if len(self.prompts) else self.step()
+
+    def reset(self) -> None:
+        """Forget every request: what is left to do after an error."""
+        self._waiting.clear()
+        self.prompts.drop(lambda request: True)
+        self._running, self._in_flight = [], None
+        self.decoder = self._empty_decoder()
+
+    def _begin(self, read: list[PartialPrompt]) -> Iterator[Output]:
+        """Put the continuations of prompts that have been read into the batch, each with its first token."""
+        rows: list[_Row] = []
+        sources: list[int] = []
+        for number, prompt in enumerate(read):
+            request = prompt.request
+            if request.score_prompt:
+                yield Output(request, 0, [], [], prompt_scores=prompt.scores)
+            for index in range(request.n):
+                if request.max_tokens:
+                    rows.append(_Row(request, index))
+                    sources.append(number)
+                else:
+                    yield Output(request, index, [], [], "length")
+        if not rows:
+            return
+        states = [prompt.state for prompt in read if prompt.state is not None]
+        state = ModelState.join(states) if len(states) > 1 else states[0]
+        if sources != list(range(len(states))):
+            state = state.select(sources)
+        settings = [Settings(r.request.sampling, r.request.seed + r.index, r.request.logprobs) for r in rows]
+        prompts = [row.request.prompt for row in rows]
+        sampler = Sampler(self.model.config.vocab_size, self._device, settings, prompts)
+        logits = torch.cat([prompt.logits for prompt in read if prompt.logits is not None])[sources]
+        draw = sampler.draw(logits, state.position)
+        for _, output in _Fetched(rows, draw.map(lambda part: part.unsqueeze(0))).outputs():
+            yield output
+        going = [place for place, row in enumerate(rows) if not row.finish]
+        if len(going) < len(rows):
+            state, sampler, draw = state.select(going), Sampler.join([(sampler, going)]), Draw(draw.tokens[going])
+        if going:
+            self.decoder.join(state, sampler, draw.tokens)
+            self._running += [rows[place] for place in going]
+
+    def _leave(self, leaving: Iterable[_Row]) -> None:
+        """Take rows out of the batch; the last ones fill their places, which moves the fewest."""
+        gone = list(leaving)
+        if not gone:
+            return
+        for row in gone:
+            row.gone = True
+        order = list(range(len(self._running)))
+        for place in reversed(range(len(self._running))):
+            if self._running[place].gone:
+                last = order.pop()
+                if place < len(order):
+                    order[place] = last
+        self.decoder.keep(order)
+        self._running = [self._running[place] for place in order]
+        if not order:
+            self._in_flight = None
+
+    def _empty_decoder(self) -> BlockedDecoder:
+        with running(self.model, self.precision):
+            empty = decoder(self.model, self.model.initial_state(1))
+        empty.keep([])
+        return empty
+
+
+def stream(model: LanguageModel, requests: Sequence[Request], precision: str = "auto") -> Iterator[Output]:
+    """The outputs of some requests, side by side, as they come."""
+    if not requests:
+        raise ValueError("there are no prompts: give at least one")
+    engine = Engine(model, rows=sum(request.n for request in requests), precision=precision)
+    for request in requests:
+        engine.submit(request)
+    return engine.run()

@@ -1,0 +1,219 @@
+"""Prefill: prompts are read in pieces, in parallel within a piece.
+
+`read` reads a batch of equally long sequences. `Prefill` reads prompts of any lengths, a piece per round, so that what
+is being generated beside them does not have to wait for long. Prompts take turns, and those whose next pieces are
+equally long are read side by side. A prompt starts from the longest prefix whose state is cached; where another one
+that is being read will soon have gone through the same tokens, it waits for that. Either way a shared prefix is read
+once.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gss.decode.prefix_cache import Entry, PrefixCache, Tokens
+from gss.decode.request import Request, Score
+from gss.decode.sampler import score
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+
+# States cached of one prompt, its end not counted: enough to share prefixes, few enough to leave room for others'.
+_CACHED = 16
+# Logits computed at a time when a prompt's tokens are scored.
+_LOGIT_ELEMENTS = 1 << 22
+
+
+@torch.no_grad()
+def read(
+    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int | None = None
+) -> tuple[Tensor, ModelState]:
+    """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
+
+    A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
+    all rows together, if that is more.
+    """
+    if tokens.numel() == 0:
+        raise ValueError("there is nothing to read: give at least one token")
+    model.check_tokens(tokens)
+    if piece is None:
+        piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
+    hidden = None
+    for part in tokens.split(piece, dim=1):
+        hidden, state = model.hidden(part, state)
+    assert hidden is not None
+    assert state is not None
+    return model.logits(hidden[:, -1]), state
+
+
+@dataclass(eq=False)
+class PartialPrompt:
+    """A prompt that has been read as far as `at`."""
+
+    request: Request
+    tokens: Tokens
+    at: int = 0
+    state: ModelState | None = None
+    logits: Tensor | None = None
+    """[1, V] after the last token that was read."""
+    marks: set[int] = field(default_factory=set)
+    """Lengths at which others wait for its state."""
+    leader: "tuple[PartialPrompt, int] | None" = None
+    """Another prompt that will have read the same tokens, and the length at which its state serves."""
+    fresh: bool = True
+    """Whether it has yet to look for a prefix in the cache."""
+    scores: list[Score] = field(default_factory=list)
+    dropped: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has been read."""
+        return self.at == len(self.tokens)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether its states depend on its tokens alone, and need not all be computed for scores."""
+        return not self.request.score_prompt and self.request.state is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its leader has yet to come to where they part."""
+        return self.leader is not None and not self.leader[0].dropped and self.leader[0].at < self.leader[1]
+
+
+class Prefill:
+    """The prompts that are being read."""
+
+    def __init__(self, model: LanguageModel, cache: PrefixCache, piece: int) -> None:
+        self._model, self._cache, self._piece = model, cache, piece
+        self._device = model.embedding.weight.device
+        self._state_bytes = model.initial_state(1).nbytes
+        self._waiting: deque[PartialPrompt] = deque()
+        self.prompt_tokens = 0
+        """Of all prompts that are done."""
+        self.tokens_read = 0
+        """Of those, and of others, read by the model."""
+        self.tokens_reused = 0
+        """Spared by states that were cached."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def fullness(self) -> float:
+        """How much of a piece there is to read, up to 1."""
+        return min(1.0, sum(len(prompt.tokens) - prompt.at for prompt in self._waiting) / self._piece)
+
+    def add(self, request: Request) -> None:
+        """Begin a prompt."""
+        prompt = PartialPrompt(request, np.asarray(request.prompt, dtype=np.int64), state=request.state)
+        if prompt.cacheable and self._state_bytes <= self._cache.max_bytes:
+            self._follow(prompt)
+        self._waiting.append(prompt)
+
+    def requests(self) -> list[Request]:
+        """The requests whose prompts are being read."""
+        return [prompt.request for prompt in self._waiting]
+
+    def drop(self, dropped: Callable[[Request], bool]) -> None:
+        """Forget the prompts of some requests."""
+        for prompt in self._waiting:
+            prompt.dropped = dropped(prompt.request)
+        self._waiting = deque(prompt for prompt in self._waiting if not prompt.dropped)
+
+    @torch.no_grad()
+    def round(self) -> list[PartialPrompt]:
+        """Read a piece of the next prompt, and of those beside which it costs little; the prompts that are done."""
+        free = [prompt for prompt in self._waiting if not prompt.waits]
+        for prompt in free:
+            if prompt.fresh and prompt.cacheable:
+                prompt.at, entry = self._cache.longest(prompt.tokens)
+                prompt.state, prompt.logits = entry or (None, None)
+                self.tokens_reused += prompt.at
+            prompt.fresh = False
+        unread = [prompt for prompt in free if not prompt.done]
+        if unread:
+            self._read(list(self._side_by_side(unread)))
+        done = [prompt for prompt in self._waiting if prompt.done]
+        self.prompt_tokens += sum(len(prompt.tokens) for prompt in done)
+        self._waiting = deque(prompt for prompt in self._waiting if not prompt.done)
+        return done
+
+    def _follow(self, prompt: PartialPrompt) -> None:
+        """Find the prompt under way that shares the longest prefix, and have its state there cached for this one."""
+        best = 0
+        for other in self._waiting:
+            size = min(len(other.tokens), len(prompt.tokens))
+            differ = np.flatnonzero(other.tokens[:size] != prompt.tokens[:size])
+            shared = int(differ[0]) if len(differ) else size
+            mark = shared if shared == len(other.tokens) else shared // self._piece * self._piece
+            if mark > max(best, other.at) and other.request.state is None:
+                best, prompt.leader = mark, (other, mark)
+        if prompt.leader:
+            prompt.leader[0].marks.add(best)
+
+    def _side_by_side(self, unread: list[PartialPrompt]) -> Iterator[PartialPrompt]:
+        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all."""
+        first = unread[0]
+        size = self._end(first) - first.at
+        room = max(1, self._piece // size)
+        for prompt in unread:
+            alone = prompt.request.score_prompt or first.request.score_prompt
+            if room and self._end(prompt) - prompt.at == size and (prompt is first or not alone):
+                room -= 1
+                yield prompt
+
+    def _end(self, prompt: PartialPrompt) -> int:
+        """Where the next piece ends: pieces end at multiples of their size, so that equal prefixes meet."""
+        return min(prompt.at // self._piece * self._piece + self._piece, len(prompt.tokens))
+
+    def _read(self, group: list[PartialPrompt]) -> None:
+        size = self._end(group[0]) - group[0].at
+        parts = np.stack([prompt.tokens[prompt.at : prompt.at + size] for prompt in group])
+        tokens = torch.from_numpy(parts).to(self._device)
+        state = None
+        if any(prompt.state for prompt in group):
+            fresh = self._model.initial_state(1)
+            state = ModelState.join([prompt.state or fresh for prompt in group])
+        hidden, state = self._model.hidden(tokens, state)
+        assert state is not None
+        logits = self._model.logits(hidden[:, -1])
+        self.tokens_read += tokens.numel()
+        for row, prompt in enumerate(group):
+            if prompt.request.score_prompt:
+                self._score(prompt, hidden[row], tokens[row])
+            prompt.at += size
+            prompt.state = state if len(group) == 1 else state.select([row])
+            prompt.logits = logits[row : row + 1].clone()
+            if prompt.request.state is None and self._worth_caching(prompt):
+                self._cache.put(prompt.tokens[: prompt.at], Entry(prompt.state, prompt.logits))
+            self._waiting.remove(prompt)
+            self._waiting.append(prompt)
+
+    def _worth_caching(self, prompt: PartialPrompt) -> bool:
+        pieces = len(prompt.tokens) // self._piece
+        spacing = self._piece * max(1, -(-pieces // _CACHED))
+        return prompt.done or prompt.at in prompt.marks or prompt.at % spacing == 0
+
+    def _score(self, prompt: PartialPrompt, hidden: Tensor, tokens: Tensor) -> None:
+        """Score a piece's tokens, each by the logits before it; the first by those that ended the piece before."""
+        top = prompt.request.logprobs or 0
+        prompt.scores += [(None, ())] if prompt.logits is None else scored(prompt.logits, tokens[:1], top)
+        step = max(1, _LOGIT_ELEMENTS // self._model.config.vocab_size)
+        for part, targets in zip(hidden[:-1].split(step), tokens[1:].split(step), strict=True):
+            if len(targets):
+                prompt.scores += scored(self._model.logits(part), targets, top)
+
+
+def scored(logits: Tensor, tokens: Tensor, top: int) -> list[Score]:
+    """For each row of logits [R, V]: log p of its token, and the `top` likeliest tokens with theirs."""
+    return score_lists(*(part.tolist() for part in score(logits, tokens, top)))
+
+
+def score_lists(logprobs: list[float], top: list[list[float]], tokens: list[list[int]]) -> list[Score]:
+    """Scores from the parts that `gss.decode.sampler.score` gives, one per token."""
+    rows = zip(logprobs, tokens, top, strict=True)
+    return [(own, tuple(zip(best, values, strict=True))) for own, best, values in rows]

@@ -1,0 +1,249 @@
+"""The sampler: the next token of every row from its logits, each row with settings and a seed of its own.
+
+Everything is torch operations on tensors of fixed shapes, without a look at their values on a GPU, so that a CUDA graph
+can hold it; there, one kernel does the same (`gss.ops.gpu.sample`). Noise comes from a counter: a row's draw depends
+on its seed, its position and its logits alone, not on what stands beside it or on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gss.ops import fast
+
+# Candidates that are enough for most rows on a CPU, where sorting a whole vocabulary takes milliseconds.
+_CANDIDATES = 256
+# The coldest temperature that float32 can divide by; the likeliest token stays at 0, and every other falls out.
+_COLDEST = 1e-30
+# The largest vocabulary that one kernel of a GPU draws from.
+_LARGEST_FUSED = 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. The defaults sample from the model as it is."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Keep this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Keep the fewest likeliest tokens whose probabilities reach this sum."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Over 1: tokens that have occurred become less likely (positive logits divided by it, negative multiplied)."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be over 0 and at most 1, not {value}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be over 0, not {self.repetition_penalty}")
+
+
+GREEDY = Sampling(temperature=0)
+
+
+class Settings(NamedTuple):
+    """What one row is asked for."""
+
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    logprobs: int | None = None
+    """How many alternatives to score beside each token; None: no scores."""
+
+
+class Draw(NamedTuple):
+    """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for."""
+
+    tokens: Tensor
+    scores: tuple[Tensor, Tensor, Tensor] | None = None
+    """Log-probabilities [..., B] of the tokens, and the likeliest tokens' with those tokens, [..., B, top] each."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Draw":
+        """The draw with a function applied to every tensor."""
+        if self.scores is None:
+            return Draw(function(self.tokens))
+        own, top, tokens = self.scores
+        return Draw(function(self.tokens), (function(own), function(top), function(tokens)))
+
+    @staticmethod
+    def join(draws: Sequence["Draw"], function: Callable[[list[Tensor]], Tensor]) -> "Draw":
+        """Several draws of a kind as one, by a function of the tensors in one place."""
+        tokens = function([draw.tokens for draw in draws])
+        scores = [draw.scores for draw in draws if draw.scores is not None]
+        if not scores:
+            return Draw(tokens)
+        own, top, best = (function(list(part)) for part in zip(*scores, strict=True))
+        return Draw(tokens, (own, top, best))
+
+
+class Work(NamedTuple):
+    """What the rows together need done, known to the host: the choice of operations, and so of a captured graph.
+
+    Of few kinds: the number of alternatives, `top`, is a power of two.
+    """
+
+    greedy: bool
+    floored: bool
+    narrowed: bool
+    penalised: bool
+    top: int | None
+
+    @property
+    def argmax(self) -> bool:
+        """Whether the likeliest token of each row is all that is asked for."""
+        return self.greedy and not self.penalised and self.top is None
+
+
+class Sampler:
+    """The settings of a batch's rows as tensors, in places that may be left empty.
+
+    >>> sampler = Sampler(model.config.vocab_size, device, [Settings(Sampling(top_p=0.9), seed=3)], [prompt])
+    >>> sampler.draw(logits, position).tokens      # [B, V], [B] → [B]
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        rows: Sequence[Settings],
+        read: Sequence[Sequence[int]] = (),
+        capacity: int = 0,
+    ) -> None:
+        """`read` has the tokens that each row has read, for its repetition penalty."""
+        capacity = max(capacity, len(rows))
+        self.rows = list(rows)
+        self._numbers = torch.ones(5, capacity, dtype=torch.float64)
+        self._seed = torch.zeros(capacity, dtype=torch.int64)
+        self._seen = torch.zeros(capacity, vocab_size, dtype=torch.bool)
+        for row, (sampling, seed, _) in enumerate(rows):
+            top_k = min(sampling.top_k or vocab_size, vocab_size)
+            numbers = (sampling.temperature, top_k, sampling.top_p or 1, sampling.min_p or 0)
+            self._numbers[:, row] = torch.tensor([*numbers, sampling.repetition_penalty], dtype=torch.float64)
+            self._seed[row] = (seed + 2**63) % 2**64 - 2**63
+            if sampling.repetition_penalty != 1 and read:
+                self._seen[row, list(read[row])] = True
+        self._numbers, self._seed, self._seen = (t.to(device) for t in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All that a draw reads or changes."""
+        return self._numbers, self._seed, self._seen
+
+    @property
+    def work(self) -> Work:
+        """What a draw has to do for the rows."""
+        samplings = [row.sampling for row in self.rows]
+        scored = [row.logprobs for row in self.rows if row.logprobs is not None]
+        return Work(
+            all(sampling.temperature == 0 for sampling in samplings),
+            any(sampling.min_p for sampling in samplings),
+            any(sampling.top_k or sampling.top_p for sampling in samplings),
+            any(sampling.repetition_penalty != 1 for sampling in samplings),
+            max((0 if not most else 1 << (most - 1).bit_length() for most in scored), default=None),
+        )
+
+    def put(self, other: "Sampler", rows: Sequence[int], places: Sequence[int]) -> None:
+        """Copy rows of another sampler to these places."""
+        self._numbers[:, places] = other._numbers[:, rows]
+        self._seed[places], self._seen[places] = other._seed[rows], other._seen[rows]
+
+    @staticmethod
+    def join(parts: Sequence[tuple["Sampler", Sequence[int]]]) -> "Sampler":
+        """Rows of several samplers, one after the other."""
+        first = parts[0][0]
+        settings = [sampler.rows[row] for sampler, rows in parts for row in rows]
+        whole = Sampler(first._seen.shape[1], first._seed.device, settings)
+        start = 0
+        for sampler, rows in parts:
+            whole.put(sampler, list(rows), list(range(start, start + len(rows))))
+            start += len(rows)
+        return whole
+
+    @torch.no_grad()
+    def draw(self, logits: Tensor, position: Tensor, work: Work | None = None) -> Draw:
+        """The next token of each row, for logits [B, V] after `position` [B] tokens; they count as seen from then on.
+
+        Where all rows are greedy that is the argmax.
+        """
+        work = work or self.work
+        if work.argmax:
+            peak, tokens = logits.max(-1)
+            return Draw(torch.where(peak.isfinite(), tokens, -1))
+        logits = given = logits.float()
+        if fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
+            from gss.ops.gpu import sample
+
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            sample.draw(logits, *self.tensors(), position, tokens, work.penalised)
+            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
+        temperature, top_k, top_p, min_p, penalty = self._numbers[:, : len(logits), None]
+        seen = self._seen[: len(logits)]
+        if work.penalised:
+            factor = torch.where(logits > 0, 1 / penalty, penalty).float()
+            logits = torch.where(seen, logits * factor, logits)
+        peak, tokens = logits.max(-1, keepdim=True)
+        if not work.greedy:
+            weight = ((logits - peak) / temperature.clamp(min=_COLDEST).float()).exp()  # the likeliest has 1
+            if work.floored:
+                weight = torch.where(weight < min_p.float(), 0, weight)
+            if work.narrowed:
+                weight = _narrowed(weight, top_k, top_p)
+            reached = weight.cumsum(-1, dtype=torch.float64)
+            target = uniform(self._seed[: len(logits)], position).unsqueeze(1) * reached[:, -1:]
+            drawn = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
+            tokens = torch.where(temperature == 0, tokens, drawn)
+        if work.penalised:
+            seen.scatter_(1, tokens, True)
+        chosen = torch.where(peak.isfinite(), tokens, -1).squeeze(1)
+        return Draw(chosen, None if work.top is None else score(given, tokens.squeeze(1), work.top))
+
+
+def score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of tokens [B] under logits [B, V], and of the `top` likeliest with their tokens, [B, top]."""
+    logits = logits.float()
+    total = logits.logsumexp(-1, keepdim=True)
+    best = logits.topk(min(top, logits.shape[-1]))
+    return logits.gather(1, tokens.unsqueeze(1)).sub(total).squeeze(1), best.values - total, best.indices
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Numbers in [0, 1) of float64 for seeds and counters, int64 each: a hash with all bits of both, SplitMix64's."""
+    return ((_mixed(_mixed(seed + _signed(0x9E3779B97F4A7C15)) + counter) >> 12) & (1 << 52) - 1) * 2.0**-52
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (1 << 33) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64
+
+
+def _narrowed(weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Weights [B, V], 0 outside each row's `top_k` likeliest and outside the fewest of those that reach `top_p`."""
+    size = weight.shape[1]
+    free = (top_k >= size) & (top_p >= 1)
+    total = weight.sum(-1, keepdim=True, dtype=torch.float64)
+    for count in (_CANDIDATES, size) if weight.device.type == "cpu" and size > _CANDIDATES else (size,):
+        ordered, order = weight.topk(count) if count < size else weight.sort(-1, descending=True)
+        ordered = torch.where(torch.arange(count, device=weight.device) < top_k, ordered, 0)
+        reached = ordered.cumsum(-1, dtype=torch.float64)
+        cut_by_k = top_k <= count
+        bound = top_p * torch.where(cut_by_k, reached[:, -1:], total)
+        # On a CPU, where looking costs nothing: were the candidates enough for every row?
+        if count == size or bool((free | cut_by_k | ((top_k >= size) & (reached[:, -1:] >= bound))).all()):
+            break
+    kept = torch.where(reached - ordered < bound, ordered, 0)
+    return torch.where(free, weight, torch.zeros_like(weight).scatter(1, order, kept))

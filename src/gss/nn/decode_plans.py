@@ -1,0 +1,274 @@
+"""How layers decode: plans that read one token after another, without gradients, as fast as that goes on any device.
+
+A plan starts from a state, changes its own copies in place, and gives the state back at any time: between two steps it
+is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`ForwardPlan`). Rows may join and
+leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gss.nn.decoding import Block
+from gss.nn.state import LayerState, ModelState, SequenceLayer
+from gss.nn.state_space import DiagonalStateSpace
+from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.vandermonde import powers
+
+# cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Rows:
+    """A tensor of its own whose rows (dimension 0) come and go in place: room is left, and few rows are moved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._room = self.tensor = tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Put rows after those that are there."""
+        before, after = len(self.tensor), len(self.tensor) + len(tensor)
+        if after > len(self._room):
+            room = self._room.new_zeros(2 * after, *self._room.shape[1:])
+            room[:before] = self.tensor
+            self._room = room
+        self._room[before:after] = tensor
+        self.tensor = self._room[:after]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order; only those whose place changes are copied."""
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        if moved:
+            places, sources = (list(side) for side in zip(*moved, strict=True))
+            self._room[places] = self._room[sources]
+        self.tensor = self._room[: len(rows)]
+
+
+class ForwardPlan:
+    """Any layer, by its own contract."""
+
+    def __init__(self, layer: SequenceLayer, state: LayerState) -> None:
+        self._layer, self._state = layer, state
+
+    def step(self, x: Tensor) -> Tensor:
+        y, self._state = self._layer(x, self._state)
+        return y
+
+    def fold(self) -> None:
+        pass
+
+    def state(self) -> LayerState:
+        return self._state
+
+    def join(self, state: LayerState) -> None:
+        position = torch.zeros(0, dtype=torch.int64)  # not this layer's to know
+        self._state = ModelState.join([ModelState(position, (each,)) for each in (self._state, state)]).layers[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
+
+
+class StateSpacePlan:
+    """A layer whose tokens mix in state spaces: its own `forward`, with every state space in its blocked form."""
+
+    def __init__(
+        self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
+    ) -> None:
+        self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
+        self._layer = _replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
+
+    def step(self, x: Tensor) -> Tensor:
+        return self._layer(x, None, False)[0]
+
+    def fold(self) -> None:
+        for space in self._spaces.values():
+            space.fold()
+
+    def state(self) -> LayerState:
+        return {name: space.modes() for name, space in self._spaces.items()}
+
+    def join(self, state: LayerState) -> None:
+        for name, space in self._spaces.items():
+            space.join(state[name])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for space in self._spaces.values():
+            space.keep(rows)
+
+
+def _replaced(module: nn.Module, by: Mapping[Any, nn.Module]) -> nn.Module:
+    """A twin of a module that shares its parameters, with other modules in place of some of its parts."""
+    if module in by:
+        return by[module]
+    twin = copy.copy(module)
+    twin._compiled_call_impl = None  # which would call the module itself
+    twin._modules = {name: child and _replaced(child, by) for name, child in module._modules.items()}
+    return twin
+
+
+class BlockedStateSpace(nn.Module):
+    """A diagonal state space that touches its modes once in a block of tokens instead of at every one.
+
+    Within a block the output is what the state at the block's start still adds, computed for the whole block at
+    once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
+    state. Exact, in the state's precision under autocast too, and of the state's memory traffic one part in a block's
+    size is left. A row that joins in the middle of a block has zeros for the inputs that it missed, and its state
+    counts from where it joined.
+    """
+
+    def __init__(self, space: DiagonalStateSpace, modes: Tensor, block: Block) -> None:
+        super().__init__()
+        self._readout, self._log_a = space.discretized()
+        self._block = block
+        taps = space.taps(block.size)
+        self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
+        # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
+        self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
+        self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
+        self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
+        self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
+        self._carry()
+
+    def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """u [B, 1, H] → y [B, 1, H] in the state's precision, as `DiagonalStateSpace` gives it without a state."""
+        read, size = self._block.read, self._block.size
+        inputs = self._inputs.tensor
+        inputs[:, :, read] = u[:, 0]
+        recent, taps = inputs[:, :, : read + 1], self._reversed_taps[:, size - read - 1 :]
+        with torch.autocast(u.device.type, enabled=False):
+            y = torch.einsum("bhw,hw->bh", recent, taps) + self._carried.tensor[:, read]
+        return y.unsqueeze(1), None
+
+    def fold(self) -> None:
+        """Move on to the next block."""
+        self._modes.tensor.copy_(self._folded())
+        self._carry()
+
+    def modes(self) -> Tensor:
+        """The state [B, H, N, 2] after what has been read."""
+        return torch.view_as_real(self._folded() if self._block.read else self._modes.tensor.clone())
+
+    def join(self, modes: Tensor) -> None:
+        """Add the rows of a state [B, H, N, 2], wherever the others are in their block."""
+        modes = torch.view_as_complex(modes)
+        read, count = self._block.read, len(modes)
+        self._modes.add(modes)
+        self._inputs.add(self._inputs.tensor.new_zeros(count, *self._inputs.tensor.shape[1:]))
+        self._carried.add(self._carried.tensor.new_zeros(count, *self._carried.tensor.shape[1:]))
+        self._carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        for held in (self._modes, self._inputs, self._carried):
+            held.keep(rows)
+
+    def _carry(self) -> None:
+        self._carried.tensor.copy_(self._output_of(self._modes.tensor, self._block.size))
+
+    def _output_of(self, modes: Tensor, length: int) -> Tensor:
+        """What states add to the next outputs: [B, L, H]."""
+        with torch.autocast(modes.device.type, enabled=False):
+            if self._powers is None:
+                return carried_output(modes, self._readout, self._log_a, length)
+            weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
+            return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
+
+    def _folded(self) -> Tensor:
+        block, modes = self._block, self._modes.tensor
+        signal = self._inputs.tensor[:, :, : block.read].transpose(1, 2)
+        with torch.autocast(modes.device.type, enabled=False):
+            if not any(block.joined):
+                return final_state(signal, self._log_a, modes)
+            ages = torch.tensor([block.read - joined for joined in block.joined], device=modes.device)
+            decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
+            return final_state(signal, self._log_a, None) + decay * modes
+
+
+class Attending(Protocol):
+    """A layer around attention to what it has read, or to the current chunk of it."""
+
+    chunk: int | None
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values: [B, L, 3, h, d]."""
+
+    def positioned(self, projected: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, L, h, d] as they meet in attention, for first tokens at `position` [B]."""
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output from its input and what each token attends to, [B, L, h, d]."""
+
+
+class AttentionPlan:
+    """A Transformer block whose keys and values lie in buffers that are written in place."""
+
+    def __init__(self, layer: Attending, state: LayerState) -> None:
+        self._layer, self._chunk = layer, layer.chunk
+        self._lengths: list[int] = state["length"].tolist()
+        self._device = state["length"].device
+        room = self._chunk or 2 * state["keys"].shape[1] + 64
+        self._caches = [Rows(_with_room(state[name].transpose(1, 2), room)) for name in ("keys", "values")]
+
+    def step(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor(self._lengths, device=self._device)
+        return self._layer.finish(x, self._attend(*self._layer.positioned(self._layer.project(x), lengths)))
+
+    def fold(self) -> None:
+        pass
+
+    def _attend(self, *projected: Tensor) -> Tensor:
+        """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
+        query, key, value = (t.transpose(1, 2) for t in projected)  # [B, h, 1, d]
+        places = [length % self._chunk if self._chunk else length for length in self._lengths]
+        filled = max(places) + 1
+        self._widen(filled)
+        visible = None
+        if min(places) + 1 == filled:
+            for cache, new in zip(self._caches, (key, value), strict=True):
+                cache.tensor[:, :, filled - 1] = new[:, :, 0]
+        else:
+            index = torch.tensor(places, device=self._device)
+            rows = torch.arange(len(places), device=self._device)
+            for cache, new in zip(self._caches, (key, value), strict=True):
+                cache.tensor[rows, :, index] = new[:, :, 0].to(cache.tensor)
+            visible = (torch.arange(filled, device=self._device) <= index.unsqueeze(1))[:, None, None]
+        self._lengths = [length + 1 for length in self._lengths]
+        keys, values = (cache.tensor[:, :, :filled].to(query.dtype) for cache in self._caches)
+        with sdpa_kernel(_ANY_LENGTH):
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
+
+    def state(self) -> LayerState:
+        held = self._chunk or max(self._lengths, default=0)
+        keys, values = (cache.tensor[:, :, :held].transpose(1, 2).clone() for cache in self._caches)
+        return {"keys": keys, "values": values, "length": torch.tensor(self._lengths, device=self._device)}
+
+    def join(self, state: LayerState) -> None:
+        lengths: list[int] = state["length"].tolist()
+        held = self._chunk or max(lengths)
+        self._widen(held)
+        for cache, new in zip(self._caches, (state["keys"], state["values"]), strict=True):
+            cache.add(_with_room(new[:, :held].transpose(1, 2), cache.tensor.shape[2]))
+        self._lengths += lengths
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for cache in self._caches:
+            cache.keep(rows)
+        self._lengths = [self._lengths[row] for row in rows]
+        if not rows and not self._chunk:  # the memory of long rows is let go
+            self._caches = [Rows(cache.tensor[:, :, :1].clone()) for cache in self._caches]
+
+    def _widen(self, needed: int) -> None:
+        """Where there is no room for `needed` tokens per row, make room for twice as many."""
+        if needed > self._caches[0].tensor.shape[2]:
+            self._caches = [Rows(_with_room(cache.tensor, 2 * needed)) for cache in self._caches]
+
+
+def _with_room(cache: Tensor, room: int) -> Tensor:
+    larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
+    larger[:, :, : cache.shape[2]] = cache
+    return larger

@@ -1,0 +1,95 @@
+"""What a layer gives a decoder: a plan for any device, and one for GPUs where it has kernels.
+
+A decoder knows plans alone, nothing of the layers behind them. All plans of a model share one `Block`: tokens are
+counted in blocks, and at the end of each, plans that only collect what they read fold it into their state. Rows are
+sequences of the batch; they join and leave between steps.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gss.ops.gpu.decode_launch import Stream
+
+
+class Block:
+    """Where in a block of tokens a decoder stands, and where in it each of its rows joined."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a block has at least 1 token, not {size}")
+        self.size = size
+        self.read = 0
+        self.joined: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.joined)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to fold the block into the state."""
+        return self.read == self.size
+
+    def join(self, rows: int) -> None:
+        """Let rows in; the first ones begin a block."""
+        if not self.joined:
+            self.read = 0
+        self.joined += [self.read] * rows
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order."""
+        self.joined = [self.joined[row] for row in rows]
+
+    def begin(self) -> None:
+        """The next block, once the last one is folded."""
+        self.read = 0
+        self.joined = [0] * len(self.joined)
+
+
+class DecodePlan(Protocol):
+    """One layer, reading a token at a time (`gss.nn.decode_plans`)."""
+
+    def step(self, x: Tensor) -> Tensor:
+        """The outputs [B, 1, E] for the next token of each row."""
+
+    def fold(self) -> None:
+        """Take a full block of tokens into the state."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The state after what has been read."""
+
+    def join(self, state: dict[str, Tensor]) -> None:
+        """Add the rows of a state, after those that are there."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+
+
+class GPUPlan(Protocol):
+    """One layer's weights as the kernels of a GPU read them; shared by the buffers of every batch size."""
+
+    def rows(self, stream: "Stream") -> "GPURows":
+        """What changes from step to step, for the rows of a stream."""
+
+
+class GPURows(Protocol):
+    """One layer's buffers for a number of rows that never changes, and its launches on them.
+
+    A CUDA graph holds the launches, so every call works on the same memory. Rows are named by their places.
+    """
+
+    def launch(self) -> None:
+        """Read the next token of every row: from the stream, and added to it."""
+
+    def fold(self, late: bool) -> None:
+        """Take a full block of tokens into the state; `late`: some rows joined within the block."""
+
+    def put(self, state: dict[str, Tensor], places: Tensor, block: Block) -> None:
+        """Let the rows of a state begin here, in these places."""
+
+    def state(self, places: Tensor, block: Block) -> dict[str, Tensor]:
+        """The state of these rows, the first that joined the block, after what has been read."""

@@ -1,0 +1,201 @@
+"""How layers decode on a GPU: their weights in bfloat16, their buffers, and what is launched for a token.
+
+The same algorithm as `gss.nn.decode_plans`, to the rounding of the weights: the state, the residual stream and every
+sum stay float32. A layer says by its `gpu_plan` whether there are kernels for it.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from gss.nn.decoding import Block
+from gss.nn.state import LayerState
+from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold
+from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
+from gss.ops.recurrence import carried_output, final_state, transition
+
+if TYPE_CHECKING:
+    from gss.nn.attention import TransformerBlock
+    from gss.nn.gss import GSSLayer
+
+WIDEST = 4096
+"""The widest vector that a kernel holds at once."""
+_MOST_CHANNELS = 1024
+
+
+class GSSPlan:
+    """A GSS layer with eigenvalues that all channels share."""
+
+    @torch.no_grad()
+    def __init__(self, layer: "GSSLayer", block: int) -> None:
+        space = layer.state_space
+        self.norm, self.inner_norm = norm_pair(layer.norm), norm_pair(layer.inner_norm)
+        self.gate_inner = dense_pair(layer.gate, layer.inner)  # [F + H, E]
+        self.context, self.output = dense_pair(layer.context), dense_pair(layer.output)  # [F, H], [E, F]
+        with torch.autocast(space.skip.device.type, enabled=False):
+            self.readout, self.log_a = space.discretized()
+            taps = space.taps(block)
+            power = torch.exp(self.log_a[0] * torch.arange(block + 1, device=taps.device).unsqueeze(-1))  # [W + 1, N]
+        self.taps = taps.T.float().contiguous()  # [W, H]
+        self.into = torch.stack([power.real, power.imag]).float().flip(1)  # [2, W + 1, N]: a^(W−j)
+        self.planes = torch.view_as_real(self.readout).movedim(-1, 0).float().contiguous()  # [2, H, N]
+        conjugate = torch.stack([power.real, -power.imag]).float()
+        self.out_of = conjugate[:, 1:].transpose(1, 2).contiguous()  # [2, N, W]: a^(k+1)
+
+    @staticmethod
+    def fits(layer: "GSSLayer") -> bool:
+        """Whether the kernels have room for a layer."""
+        return layer.state_space.log_step is None and layer.state_space.channels <= _MOST_CHANNELS
+
+    def rows(self, stream: Stream) -> "_GSSRows":
+        return _GSSRows(self, stream)
+
+
+class _GSSRows:
+    def __init__(self, plan: GSSPlan, stream: Stream) -> None:
+        self._plan, self._stream = plan, stream
+        _, H, N = plan.planes.shape
+        F, W, B = len(plan.context[0]), len(plan.taps), stream.batch
+        self._modes = stream.room(2, B, H, N)
+        base, inner = (stream.scratch(name, H, dtype=torch.float32) for name in ("base", "inner"))
+        self._mixing = Mixing(stream.room(W, B, H), plan.taps, stream.room(W, B, H), base, inner)
+        self._gate, self._gated = stream.scratch("gate", F), stream.scratch("gated", F)
+
+    def launch(self) -> None:
+        plan, stream, mixing = self._plan, self._stream, self._mixing
+        form, (F, H) = stream.form, plan.context[0].shape
+        stream.product(plan.norm, plan.gate_inner, self._gate, form.activation, mixing)
+        given = (
+            mixing.inner, *plan.inner_norm, mixing.base, plan.taps, mixing.inputs, stream.read,
+            *plan.context, self._gate, self._gated, form.epsilon,
+        )  # fmt: skip
+        if stream.batch == 1:
+            tile = stream.tiles.context_one
+            rows = tile.rows_of(H)
+            decode.context_one[(triton.cdiv(F, rows),)](
+                *given, F, H, form.centred, H_PAD=pad(H), ROWS=rows, **stream.launch(tile)
+            )
+        else:
+            tile = stream.tiles.context_many
+            columns = max(16, min(tile.columns_of(stream.batch), 2**14 // pad(H)))
+            rows = max(16, min(tile.rows, 2**15 // pad(H)))
+            decode_batch.context_many[(triton.cdiv(F, rows), triton.cdiv(stream.batch, columns))](
+                *given, stream.batch, F, H, form.centred,
+                H_PAD=pad(H, 16), ROWS=rows, COLUMNS=columns, **stream.launch(tile),
+            )  # fmt: skip
+        stream.add(self._gated, plan.output)
+
+    def fold(self, late: bool) -> None:
+        plan, stream, tile = self._plan, self._stream, self._stream.tiles.fold
+        W = len(plan.taps)
+        _, H, N = plan.planes.shape
+        precision = stream.tiles.fold_precision
+        if triton.knobs.runtime.interpret:  # the interpreter knows no bf16x3
+            precision = "ieee"
+        decode_fold.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
+            self._modes, self._mixing.inputs, stream.joined, plan.into, plan.planes, plan.out_of, self._mixing.carried,
+            stream.batch * H, H, N, W, late, W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def put(self, state: LayerState, places: Tensor, block: Block) -> None:
+        modes = state["modes"].float().contiguous()
+        self._modes[:, places] = modes.movedim(-1, 0)
+        self._mixing.inputs[:, places] = 0
+        with torch.autocast(modes.device.type, enabled=False):
+            left = block.size - block.read
+            carried = carried_output(torch.view_as_complex(modes), self._plan.readout, self._plan.log_a, left)
+        self._mixing.carried[block.read :, places] = carried.transpose(0, 1)
+
+    def state(self, places: Tensor, block: Block) -> LayerState:
+        modes = torch.complex(*self._modes[:, places])
+        if block.read:
+            log_a = self._plan.log_a
+            age = torch.tensor([block.read - joined for joined in block.joined[: len(places)]], device=modes.device)
+            with torch.autocast(modes.device.type, enabled=False):
+                added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), log_a, None)
+                modes = added + transition(log_a * age[:, None, None], modes.dtype) * modes
+        return {"modes": torch.view_as_real(modes)}
+
+
+class ChunkPlan:
+    """A Transformer block that attends on chunks."""
+
+    def __init__(self, layer: "TransformerBlock") -> None:
+        self.norm, self.feedforward_norm = norm_pair(layer.norm), norm_pair(layer.feedforward.norm)
+        self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
+        self.inner, self.outer = dense_pair(layer.feedforward.inner), dense_pair(layer.feedforward.outer)
+        self.heads, self.head_width, self.chunk = layer.heads, layer.head_width, layer.chunk or 0
+
+    @staticmethod
+    def fits(layer: "TransformerBlock") -> bool:
+        """Whether the kernels have room for a layer."""
+        plain = layer.rotary_base is None and layer.query_norm is None and layer.feedforward.gated is None
+        return plain and layer.chunk is not None and layer.heads * layer.head_width <= WIDEST
+
+    def rows(self, stream: Stream) -> "_ChunkRows":
+        return _ChunkRows(self, stream)
+
+
+class _ChunkRows:
+    def __init__(self, plan: ChunkPlan, stream: Stream) -> None:
+        self._plan, self._stream = plan, stream
+        B, across, kept = stream.batch, plan.heads * plan.head_width, (plan.heads, plan.chunk, plan.head_width)
+        self._keys, self._values = (stream.room(B, *kept, dtype=torch.bfloat16) for _ in range(2))
+        self._length = stream.counter()
+        self._slice, self._slices = stream.tiles.attention_slices(plan.chunk, B)
+        self._projected = stream.scratch("projected", 3 * across)
+        self._attended = stream.scratch("attended", self._slices * across)
+        self._peak, self._total = (
+            stream.scratch(name, self._slices * plan.heads, dtype=torch.float32) for name in ("peak", "total")
+        )
+        self._hidden = stream.scratch("hidden", len(plan.inner[0]))
+
+    def launch(self) -> None:
+        plan, stream = self._plan, self._stream
+        stream.product(plan.norm, plan.query_key_value, self._projected, "none")
+        tile = stream.tiles.attend
+        decode_attention.attend[(stream.batch * plan.heads, self._slices)](
+            self._projected, self._keys, self._values, self._length, self._attended, self._peak, self._total,
+            plan.head_width**-0.5, plan.heads, plan.head_width, plan.chunk, self._slice, WHOLE=stream.batch > 1,
+            WIDTH_PAD=pad(plan.head_width), KEYS=tile.rows_of(2 * plan.head_width), **stream.launch(tile),
+        )  # fmt: skip
+        if stream.batch == 1:
+            tile, (E, across) = stream.tiles.attended_one, plan.output[0].shape
+            rows = tile.rows_of(across)
+            decode_attention.attended_output_one[(triton.cdiv(E, rows),)](
+                self._attended, self._peak, self._total, *plan.output, stream.x,
+                E, plan.heads, plan.head_width, self._slices,
+                COLUMNS=pad(across), SLICES_PAD=pad(self._slices), ROWS=rows, **stream.launch(tile),
+            )  # fmt: skip
+        else:
+            stream.add(self._attended, plan.output)
+        stream.product(plan.feedforward_norm, plan.inner, self._hidden, stream.form.activation)
+        stream.add(self._hidden, plan.outer)
+
+    def fold(self, late: bool) -> None:
+        pass
+
+    def put(self, state: LayerState, places: Tensor, block: Block) -> None:
+        self._keys[places] = state["keys"].transpose(1, 2).to(self._keys.dtype)
+        self._values[places] = state["values"].transpose(1, 2).to(self._values.dtype)
+        self._length[places] = state["length"]
+
+    def state(self, places: Tensor, block: Block) -> LayerState:
+        keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
+        return {"keys": keys, "values": values, "length": self._length[places]}
+
+
+def norm_pair(norm: nn.Module) -> Pair:
+    """A norm's scale and its shift (0 where there is none), float32."""
+    scale, shift = norm.get_parameter("weight"), getattr(norm, "bias", None)
+    return scale.detach().float(), torch.zeros_like(scale).float() if shift is None else shift.detach().float()
+
+
+def dense_pair(*parts: nn.Linear) -> Pair:
+    """The weights of layers that read the same input, one above the other, and their biases (0 where there is none)."""
+    weight = torch.cat([part.weight.detach().to(torch.bfloat16) for part in parts])
+    biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
+    return weight, torch.cat([bias.detach().float() for bias in biases])

@@ -1,0 +1,200 @@
+"""The residual stream of a batch of rows on a GPU, and the kernel launches that layers of all kinds share.
+
+One row and several take different kernels (`decode`, `decode_batch`); here alone is known which. A layer's plan
+(`gss.nn.gpu_plans`) says what is launched for a token; a decoder captures those launches as a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from gss.ops.gpu import decode, decode_batch
+from gss.ops.gpu.decode_tiles import Tile, Tiles
+
+Pair = tuple[Tensor, Tensor]
+"""A weight and its bias, or a norm's scale and shift."""
+
+_MOST_COUNTERS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all layers of a model have in common."""
+
+    width: int
+    block: int
+    """Tokens between two folds."""
+    activation: str
+    centred: bool
+    """Whether norms subtract the mean."""
+    epsilon: float
+    head_scale: float
+    """What the normed stream is multiplied by before the head."""
+
+
+class Mixing(NamedTuple):
+    """A state space whose outputs are begun beside a product: what earlier tokens add to this one's."""
+
+    inputs: Tensor  # [W, B, H], of the block
+    taps: Tensor  # [W, H]
+    carried: Tensor  # [W, B, H]: what the block's starting state adds
+    base: Tensor  # [B, H], written
+    inner: Tensor  # [B, H], written: the product's last rows
+
+
+class Stream:
+    """The residual stream x [B, E] with its counters, and scratch memory that layers take turns to use."""
+
+    def __init__(self, form: Form, batch: int, tiles: Tiles, device: torch.device) -> None:
+        self.form, self.batch, self.tiles, self.device = form, batch, tiles, device
+        self._scratch: dict[tuple[Any, ...], Tensor] = {}
+        self._pending: tuple[Tensor, int] | None = None  # a product's bias and its partial sums, still to be added
+        self._counted = 1
+        self.tokens = self.room(batch, dtype=torch.int64)
+        self.counters = self.room(_MOST_COUNTERS, batch, dtype=torch.int64)  # the first row: positions
+        self.read = self.room(1, dtype=torch.int32)  # the place in the block of the last token
+        self.joined = self.room(batch, dtype=torch.int32)  # where in the block each row came
+        self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=torch.bfloat16)
+        self._partial = self.room(tiles.splits, batch, form.width)
+
+    @property
+    def between(self) -> torch.dtype:
+        """The precision of activations between kernels."""
+        return torch.float32 if self.batch == 1 else torch.bfloat16
+
+    @property
+    def position(self) -> Tensor:
+        """Tokens that each row has read, [B]."""
+        return self.counters[0]
+
+    def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros of one's own."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same."""
+        key = (name, shape, dtype)
+        if key not in self._scratch:
+            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or self.between)
+        return self._scratch[key]
+
+    def counter(self) -> Tensor:
+        """A number per row, [B], that every token raises by one before any layer sees it."""
+        self._counted += 1
+        return self.counters[self._counted - 1]
+
+    def embed(self, embedding: Tensor, wavenumber: Tensor | None) -> None:
+        """Begin the step of `tokens`; `wavenumber` [E / 2] where positions are sinusoidal."""
+        E = self.form.width
+        decode.embed_rows[(self.batch,)](
+            self.tokens, self.counters, self.read, embedding, self.counters if wavenumber is None else wavenumber,
+            self.x, embedding.shape[0], E, self.form.block,
+            COUNTERS=self._counted, SINUSOIDS=wavenumber is not None, E_PAD=pad(E), **self.launch(),
+        )  # fmt: skip
+
+    def product(self, norm: Pair, dense: Pair, out: Tensor, activation: str, mixing: Mixing | None = None) -> None:
+        """φ(W norm(x) + b); the weight's last rows are those of `mixing`."""
+        form, tiles, (rows, E) = self.form, self.tiles, dense[0].shape
+        if self.batch > 1:
+            self._add_and_norm(norm, mixing)
+            tile, channels = tiles.gate_many, mixing.inner.shape[1] if mixing else 0
+            columns = tile.columns_of(self.batch)
+            decode_batch.gate_inner_many[(triton.cdiv(rows, tile.rows), triton.cdiv(self.batch, columns))](
+                self.normed, *dense, out, mixing.inner if mixing else out,
+                self.batch, E, rows - channels, channels, activation,
+                ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
+            )  # fmt: skip
+            return
+        tile = tiles.gate_one
+        at_once = tile.rows_of(E)
+        given = (self.x, *norm, *dense, out)
+        options = {"E_PAD": pad(E), "ROWS": at_once, **self.launch(tile)}
+        if mixing is None:
+            decode.product_one[(triton.cdiv(rows, at_once),)](
+                *given, form.epsilon, E, rows, form.centred, activation, **options
+            )
+            return
+        H = mixing.inner.shape[1]
+        decode.gate_inner_one[(triton.cdiv(rows, at_once) + triton.cdiv(H, tiles.channels),)](
+            *given, mixing.inner, mixing.inputs, mixing.taps, mixing.carried, mixing.base, self.read, form.epsilon,
+            E, rows - H, H, form.centred, activation, W_PAD=pad(form.block), CHANNELS=tiles.channels, **options,
+        )  # fmt: skip
+
+    def add(self, given: Tensor, dense: Pair) -> None:
+        """x += W given + b."""
+        tiles, (E, F) = self.tiles, dense[0].shape
+        if self.batch == 1:
+            tile = tiles.output_one
+            decode.output_one[(triton.cdiv(E, tile.rows),)](
+                given, *dense, self.x, E, F,
+                ROWS=tile.rows, COLUMNS=min(tile.depth, pad(F)), **self.launch(tile),
+            )  # fmt: skip
+            return
+        tile = tiles.output_many
+        columns = tile.columns_of(self.batch)
+        part, slices = tiles.slices(F)
+        decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(self.batch, columns))](
+            given, dense[0], self._partial, self.batch, E, F,
+            SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
+        )  # fmt: skip
+        self._pending = dense[1], slices
+
+    def head(self, norm: Pair, weight: Tensor, logits: Tensor, best: Tensor, best_token: Tensor) -> None:
+        """Logits [B, V] of the normed stream, and the largest of each tile with its token; the step is over."""
+        form, (V, E) = self.form, weight.shape
+        if self.batch == 1:
+            tile = self.tiles.head_one
+            rows = tile.rows_of(E)
+            decode.head_one[(triton.cdiv(V, rows),)](
+                self.x, *norm, weight, logits, best, best_token, form.epsilon, form.head_scale, V, E, form.centred,
+                E_PAD=pad(E), ROWS=rows, **self.launch(tile),
+            )  # fmt: skip
+            return
+        tile = self.tiles.head_many
+        columns = tile.columns_of(self.batch)
+        self._add_and_norm(norm, None, factor=form.head_scale)
+        decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(self.batch, columns))](
+            self.normed, weight, logits, best, best_token,
+            self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
+        )  # fmt: skip
+
+    def head_tiles(self, vocab_size: int) -> int:
+        """How many tiles `head` cuts a vocabulary into."""
+        tiles, E = self.tiles, self.form.width
+        return triton.cdiv(vocab_size, tiles.head_one.rows_of(E) if self.batch == 1 else tiles.head_many.rows)
+
+    def choose(self, best: Tensor, best_token: Tensor, out: Tensor) -> None:
+        """The likeliest tokens, from the tiles' of `head`: the next step's `tokens`, and a copy in `out` [B]."""
+        tiles = best.shape[1]
+        decode.choose_next[(self.batch,)](
+            best, best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
+        )
+
+    def launch(self, tile: Tile | None = None) -> dict[str, Any]:
+        """Options of a launch."""
+        options: dict[str, Any] = {"OVERLAP": self.tiles.overlap, "num_warps": tile.warps if tile else 4}
+        if tile:
+            options["num_stages"] = tile.stages
+        return options | ({"launch_pdl": True} if self.tiles.overlap else {})
+
+    def _add_and_norm(self, norm: Pair, mixing: Mixing | None, factor: float = 1.0) -> None:
+        """Add what is pending to the stream and norm it for what follows; beside it what earlier tokens add."""
+        form, unused = self.form, self.x
+        bias, slices = self._pending or (norm[1], 0)
+        self._pending = None
+        H = mixing.inner.shape[1] if mixing else 1
+        begun = mixing[:4] if mixing else (unused,) * 4
+        grid = self.batch + (triton.cdiv(self.batch * H, self.tiles.channels) if mixing else 0)
+        decode_batch.add_and_norm[(grid,)](
+            self.x, self._partial, bias, *norm, self.normed, *begun, self.read,
+            form.epsilon, factor, self.batch, form.width, H, form.centred, SPLITS=slices,
+            E_PAD=pad(form.width), W_PAD=pad(form.block), CHANNELS=self.tiles.channels, **self.launch(),
+        )  # fmt: skip
+
+
+def pad(size: int, least: int = 1) -> int:
+    """The next power of two; at least 16 for a matrix product over it."""
+    return max(least, triton.next_power_of_2(size))

@@ -1,0 +1,89 @@
+"""Drawing the next token of every row in one kernel: the fast path of `gss.decode.sampler`.
+
+A program has a row to itself and holds its weights, up to 32,768, in registers. The likeliest tokens that are kept are
+found without sorting, by bisecting the bits of the smallest weight among them; tokens that tie for the last place are
+all kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def draw(
+    logits: Tensor, numbers: Tensor, seed: Tensor, seen: Tensor, position: Tensor, tokens: Tensor, penalised: bool
+) -> None:
+    """Write the next tokens [B] for logits [B, V]; the rest as `gss.decode.sampler.Sampler` holds it."""
+    rows, size = logits.shape
+    padded = max(16, triton.next_power_of_2(size))
+    draw_rows[(rows,)](
+        logits, numbers, seed, seen.view(torch.uint8), position, tokens, size, numbers.shape[1],
+        PENALISED=penalised, SIZE=padded, num_warps=max(1, min(32, padded // 512)),
+    )  # fmt: skip
+
+
+@triton.jit
+def draw_rows(
+    logits_at, numbers_at, seed_at, seen_at, position_at, tokens_at, V, rows,
+    PENALISED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Logits [B, V], settings [5, rows], seeds, marks [B, V], positions → tokens [B]; −1: logits are not finite."""
+    row = tl.program_id(0)
+    temperature = tl.load(numbers_at + row).to(tl.float32)
+    top_k = tl.load(numbers_at + rows + row).to(tl.int32)
+    top_p = tl.load(numbers_at + 2 * rows + row).to(tl.float32)
+    min_p = tl.load(numbers_at + 3 * rows + row).to(tl.float32)
+    token = tl.arange(0, SIZE)
+    inside = token < V
+    logits = tl.load(logits_at + row.to(tl.int64) * V + token, mask=inside, other=float("-inf"))
+    if PENALISED:
+        penalty = tl.load(numbers_at + 4 * rows + row).to(tl.float32)
+        seen = tl.load(seen_at + row.to(tl.int64) * V + token, mask=inside, other=0)
+        logits = tl.where(seen != 0, tl.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = tl.where(logits == logits, logits, float("inf"))  # NaN shows in the largest
+    peak, chosen = tl.max(logits, 0, return_indices=True)
+    if temperature > 0:
+        weight = tl.where(inside, tl.exp((logits - peak) / tl.maximum(temperature, 1e-30)), 0.0)
+        weight = tl.where(weight >= min_p, weight, 0.0)
+        if top_k < V:
+            weight = tl.where(weight.to(tl.int32, bitcast=True) >= cut(weight, 1.0, top_k, 0), weight, 0.0)
+        if top_p < 1:
+            bound = top_p * tl.sum(weight, 0)
+            weight = tl.where(weight.to(tl.int32, bitcast=True) >= cut(weight, bound, 0, 1), weight, 0.0)
+        reached = tl.cumsum(weight, 0)
+        noise = mixed(mixed(tl.load(seed_at + row) + -0x61C8864680B583EB) + tl.load(position_at + row))
+        share = ((noise >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) * 2.220446049250313e-16
+        target = (share * tl.sum(weight, 0).to(tl.float64)).to(tl.float32)
+        # Rounding may leave the target at the very end: the last token that has weight is then meant.
+        last = tl.max(tl.where(weight > 0, token, 0), 0)
+        chosen = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), last)
+    chosen = tl.where(tl.abs(peak) < float("inf"), chosen, -1)
+    tl.store(tokens_at + row, chosen.to(tl.int64))
+    if PENALISED:
+        tl.store(seen_at + row.to(tl.int64) * V + tl.maximum(chosen, 0), 1)
+
+
+@triton.jit
+def cut(weight, bound, count, MASS: tl.constexpr):
+    """The least bits t for which the weights above t number under `count`, or sum to under `bound` if MASS."""
+    bits = weight.to(tl.int32, bitcast=True)
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), 0x3F800000, tl.int32)  # weights are at most 1, and none is above that
+    for _ in range(30):
+        middle = (low + high) // 2
+        if MASS:
+            few = tl.sum(tl.where(bits > middle, weight, 0.0), 0) < bound
+        else:
+            few = tl.sum((bits > middle).to(tl.int32), 0) < count
+        low = tl.where(few, low, middle + 1)
+        high = tl.where(few, middle, high)
+    return low
+
+
+@triton.jit
+def mixed(x):
+    """SplitMix64's hash of int64."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
