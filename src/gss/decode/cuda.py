@@ -40,12 +40,8 @@ def plans(model: LanguageModel, block: int) -> list[GPUPlan]:
     config = model.config
     plain = all(type(p.data) is Tensor and p.dtype in (torch.float32, torch.bfloat16) for p in model.parameters())
     known = config.activation in ACTIVATIONS and config.norm in ("layernorm", "rmsnorm")
-    if (
-        not (plain and known)
-        or (model.training and config.dropout)
-        or config.width > WIDEST
-        or not 0 < block <= _LONGEST_BLOCK
-    ):
+    small = config.width <= WIDEST and 0 < block <= _LONGEST_BLOCK
+    if not (plain and known and small) or (model.training and config.dropout):
         return []
     found = [layer.gpu_plan(block) for layer in model.sequence_layers()]
     return [plan for plan in found if plan] if all(found) else []
@@ -203,10 +199,10 @@ class GraphDecoder(BlockedDecoder):
     def _steps(self, steps: int, work: Work | None) -> Draw:
         """Read `tokens`; leave logits and the next tokens in their place, and everything moved on, `steps` times."""
         room, stream = self._room, self._room.stream
-        tokens = stream.room(steps, stream.batch, dtype=torch.int64)
-        drawn = []
+        tokens = torch.empty(steps, stream.batch, dtype=torch.int64, device=stream.device)
+        drawn: list[Draw] = []
         for step in range(steps):
-            stream.embed(self._embedding, self._wavenumber)
+            stream.embed(self._embedding, self._wavenumber, early=step > 0 and not drawn)
             for layer in room.layers:
                 layer.launch()
             stream.head(self._norm, self._head, room.logits, room.best, room.best_token)

@@ -86,13 +86,16 @@ class Stream:
         self._counted += 1
         return self.counters[self._counted - 1]
 
-    def embed(self, embedding: Tensor, wavenumber: Tensor | None) -> None:
-        """Begin the step of `tokens`; `wavenumber` [E / 2] where positions are sinusoidal."""
+    def embed(self, embedding: Tensor, wavenumber: Tensor | None, early: bool) -> None:
+        """Begin the step of `tokens`; `wavenumber` [E / 2] where positions are sinusoidal.
+
+        `early`: what comes before it is one of these kernels, so that it may be launched before that has ended.
+        """
         E = self.form.width
         decode.embed_rows[(self.batch,)](
             self.tokens, self.counters, self.read, embedding, self.counters if wavenumber is None else wavenumber,
             self.x, embedding.shape[0], E, self.form.block,
-            COUNTERS=self._counted, SINUSOIDS=wavenumber is not None, E_PAD=pad(E), **self.launch(),
+            COUNTERS=self._counted, SINUSOIDS=wavenumber is not None, E_PAD=pad(E), **self.launch(early=early),
         )  # fmt: skip
 
     def product(self, norm: Pair, dense: Pair, out: Tensor, activation: str, mixing: Mixing | None = None) -> None:
@@ -173,12 +176,12 @@ class Stream:
             best, best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
         )
 
-    def launch(self, tile: Tile | None = None) -> dict[str, Any]:
+    def launch(self, tile: Tile | None = None, early: bool = True) -> dict[str, Any]:
         """Options of a launch."""
         options: dict[str, Any] = {"OVERLAP": self.tiles.overlap, "num_warps": tile.warps if tile else 4}
         if tile:
             options["num_stages"] = tile.stages
-        return options | ({"launch_pdl": True} if self.tiles.overlap else {})
+        return options | ({"launch_pdl": True} if self.tiles.overlap and early else {})
 
     def _add_and_norm(self, norm: Pair, mixing: Mixing | None, factor: float = 1.0) -> None:
         """Add what is pending to the stream and norm it for what follows; beside it what earlier tokens add."""
