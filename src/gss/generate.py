@@ -6,6 +6,7 @@ tokenizers and states; nothing of terminals or servers.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gss import decode
 from gss.data import Tokenizer
@@ -106,22 +107,9 @@ def stream_text(
     return _until(stop, _decoded(tokenizer, ids[1:], tokens))
 
 
-def generate(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    *,
-    max_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    precision: str = "auto",
-) -> str:
-    """The continuation of a prompt as one text; see `stream_text`."""
-    pieces = stream_text(
-        model, tokenizer, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, precision=precision
-    )
-    return "".join(pieces)
+def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> str:
+    """The continuation of a prompt as one text; options are those of `stream_text`."""
+    return "".join(stream_text(model, tokenizer, prompt, **options))
 
 
 class TextPieces:
