@@ -21,7 +21,7 @@ from gss.decode.sampler import Sampler
 from gss.generate import Sampling, read, stream
 from gss.precision import resolved, running
 from gss.serve.about import Limits, describe
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model, save_run
 
@@ -41,7 +41,7 @@ def expected_scores(model: gss.LanguageModel, prompt: Sequence[int], tokens: lis
     return own
 
 
-def check_engine(model: gss.LanguageModel, tokens: int, precision: str = "bf16") -> Engine:
+def check_engine(model: gss.LanguageModel, tokens: int, precision: str = "bf16") -> EngineThread:
     """Six sequences on four rows, of different lengths, so that they join and leave: each near float32's."""
     draw = random.Random(0)
     prompts = [[draw.randrange(256) for _ in range(6 + 13 * (i % 2))] for i in range(6)]
@@ -138,7 +138,7 @@ def test_a_model_of_another_precision_is_left_as_it_is() -> None:
 
 
 def test_facts_name_the_precision() -> None:
-    engine = Engine(lively_model(**SMALL), gss.data.load_tokenizer("bytes"), precision="bf16")
+    engine = EngineThread(lively_model(**SMALL), gss.data.load_tokenizer("bytes"), precision="bf16")
     options = {"name": "x", "preset": None, "step": 0, "rows": 1}
     half, full = (describe(engine.model, engine.tokenizer, Limits(), precision=p, **options) for p in ("bf16", "fp32"))
     assert (half["precision"], full["precision"]) == ("bfloat16", "float32")
@@ -163,4 +163,4 @@ def test_unknown_precisions_are_refused(command: str) -> None:
     with pytest.raises(ValueError, match="precision must be"):
         list(stream(model, [1], max_tokens=1, sampling=Sampling(), precision="fp16"))
     with pytest.raises(ValueError, match="precision must be"):
-        Engine(model, gss.data.load_tokenizer("bytes"), precision="half")
+        EngineThread(model, gss.data.load_tokenizer("bytes"), precision="half")

@@ -19,7 +19,7 @@ from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling, stream
 from gss.serve.about import Limits
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from gss.serve.job import Job, Piece
 from gss.train.checkpoint import save
 
@@ -66,9 +66,9 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 @contextmanager
-def engine_of(model: gss.LanguageModel, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator[Engine]:
+def engine_of(model: gss.LanguageModel, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator[EngineThread]:
     """A running engine."""
-    engine = Engine(model, tokenizer or load_tokenizer("bytes"), **options)
+    engine = EngineThread(model, tokenizer or load_tokenizer("bytes"), **options)
     engine.start()
     try:
         yield engine

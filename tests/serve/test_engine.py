@@ -10,7 +10,7 @@ import torch
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate, stream
-from gss.serve.engine import DrainingError, Engine, QueueFullError
+from gss.serve.engine import DrainingError, EngineThread, QueueFullError
 from gss.serve.job import Job
 from gss.serve.row import Row
 from tests.conftest import ALL_FAMILIES
@@ -22,7 +22,7 @@ def model() -> gss.LanguageModel:
     return lively_model(**SMALL)
 
 
-def submit(engine: Engine, *asked: Asked) -> None:
+def submit(engine: EngineThread, *asked: Asked) -> None:
     engine.submit([each.job for each in asked])
 
 

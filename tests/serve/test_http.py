@@ -11,7 +11,7 @@ import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
 from gss.serve.about import Limits
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from gss.serve.metrics import Number
 from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 
@@ -364,7 +364,7 @@ def test_a_key_has_no_white_space_around_it(model: gss.LanguageModel) -> None:
 
 def test_a_full_queue(model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with app_of(model, Limits(queue=0), rows=2) as app:
-        monkeypatch.setattr(Engine, "outstanding", 1)
+        monkeypatch.setattr(EngineThread, "outstanding", 1)
         error = refused(TestClient(app), 429, prompt=["a", "b"])
         assert error["code"] == "queue_full"
         monkeypatch.undo()

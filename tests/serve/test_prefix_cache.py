@@ -7,7 +7,7 @@ import torch
 import gss
 from gss.decode.prefix_cache import Entry, PrefixCache
 from gss.generate import stream
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
 
 
@@ -47,7 +47,7 @@ def test_the_least_recently_used_goes_first(model: gss.LanguageModel) -> None:
     PrefixCache(0).put(ids(1), entry(model))
 
 
-def ask(engine: Engine, *prompts: list[int]) -> list[Asked]:
+def ask(engine: EngineThread, *prompts: list[int]) -> list[Asked]:
     asked = [Asked(prompt, 8, ignore_eos=True) for prompt in prompts]
     for each in asked:
         engine.submit([each.job])

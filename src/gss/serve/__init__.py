@@ -1,8 +1,7 @@
 """A model behind HTTP: continuous batching over states, and an OpenAI-compatible interface in front of it.
 
-    engine.py        the thread that runs the model: sequences join and leave the batch between steps
-    reading.py       prompts, read in pieces between steps; prefix_cache.py keeps the states of what was read
-    job.py, row.py   what the engine is asked for, and one continuation under way; choosing.py gives it its tokens
+    engine.py        the thread that runs `gss.decode.Engine`: a queue in, pieces of text out
+    job.py, row.py   what the thread is asked for, and one continuation under way as text
     app.py           the routes, with completions.py, checks.py, schemas.py; about.py: the limits, and what the model is
     http.py          keys, hosts and bodies, before any route; how failures are answered; metrics.py counts
     connections.py   silent clients and such as do not read are closed

@@ -16,7 +16,7 @@ from gss.serve import schemas
 from gss.serve.about import Limits, describe
 from gss.serve.checks import QUICK_CHARACTERS, check_length, check_model
 from gss.serve.completions import Surfaces, prepare
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError, Guard, answer_errors
 
 PAGE = Path(__file__).parent / "page"
@@ -30,7 +30,7 @@ _PAGE_HEADERS = {
 
 
 def create_app(
-    engine: Engine,
+    engine: EngineThread,
     *,
     name: str,
     preset: str | None = None,
@@ -88,7 +88,7 @@ def create_app(
     return app
 
 
-def _add_completions(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> None:
+def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:
     stream = {"text/event-stream": {"schema": {"type": "string"}}}
 
     @app.post(
@@ -110,7 +110,7 @@ def _add_completions(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: L
         return await asyncio.to_thread(JSONResponse, answer) if completion.large else JSONResponse(answer)
 
 
-def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: Limits, name: str) -> None:
+def _add_tokens(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:
     @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""
@@ -133,7 +133,7 @@ def _add_tokens(app: FastAPI, engine: Engine, surfaces: Surfaces, limits: Limits
         return JSONResponse({"prompt": text})
 
 
-def _add_facts(app: FastAPI, engine: Engine, name: str, facts: dict[str, Any]) -> None:
+def _add_facts(app: FastAPI, engine: EngineThread, name: str, facts: dict[str, Any]) -> None:
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
     engine.metrics.state_bytes.set(facts["state"]["bytes_per_sequence"])
 

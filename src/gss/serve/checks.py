@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gss.generate import prompt_ids
 from gss.serve.about import Limits
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError
 from gss.serve.schemas import CompletionRequest
 
@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
 
 
 async def check_completion(
-    body: CompletionRequest, engine: Engine, limits: Limits, name: str
+    body: CompletionRequest, engine: EngineThread, limits: Limits, name: str
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """A request's prompts, tokenized, and what else a job needs."""
     check_model(body.model, name)
@@ -92,7 +92,7 @@ def _stops(given: str | list[str] | None, limits: Limits) -> list[str]:
     return stop
 
 
-async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[Prompt]:
+async def _prompts(given: Any, engine: EngineThread, limits: Limits) -> list[Prompt]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given or [] in given:
@@ -111,7 +111,7 @@ async def _prompts(given: Any, engine: Engine, limits: Limits) -> list[Prompt]:
     return prompts
 
 
-def _tokenized(given: list[Any], engine: Engine) -> list[Prompt]:
+def _tokenized(given: list[Any], engine: EngineThread) -> list[Prompt]:
     tokenizer = engine.tokenizer
     return [
         Prompt(prompt_ids(tokenizer, each), each, 1)

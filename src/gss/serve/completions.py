@@ -14,7 +14,7 @@ from fastapi import Request
 from gss.data import Tokenizer
 from gss.serve.about import Limits
 from gss.serve.checks import Prompt, check_completion
-from gss.serve.engine import DrainingError, Engine, Posts, QueueFullError, hand_over
+from gss.serve.engine import DrainingError, EngineThread, Posts, QueueFullError, hand_over
 from gss.serve.http import ApiError
 from gss.serve.job import Failure, Job, Piece, TokenScore
 from gss.serve.schemas import CompletionRequest
@@ -90,7 +90,7 @@ class ActiveCompletion:
     """One request, from its arrival to its end."""
 
     def __init__(
-        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: Engine, surfaces: Surfaces, **job: Any
+        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: EngineThread, surfaces: Surfaces, **job: Any
     ) -> None:
         self._body, self._prompts, self._engine, self._surfaces = body, prompts, engine, surfaces
         self._arrived = time.monotonic()
@@ -249,7 +249,7 @@ class ActiveCompletion:
 
 
 async def prepare(
-    body: CompletionRequest, engine: Engine, surfaces: Surfaces, limits: Limits, name: str
+    body: CompletionRequest, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str
 ) -> ActiveCompletion:
     """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
     prompts, options = await check_completion(body, engine, limits, name)

@@ -43,7 +43,7 @@ def hand_over(posts: Posts) -> None:
         job.sink(piece)
 
 
-class Engine:
+class EngineThread:
     """Runs jobs on a model until it is stopped.
 
     rows          sequences in the batch at most: with a bounded state, memory is known from the start

@@ -20,7 +20,7 @@ from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.completions import post_to_loops
 from gss.serve.connections import BACKLOG, Connection, Connections, quiet_accept_errors, usable_connections
-from gss.serve.engine import Engine
+from gss.serve.engine import EngineThread
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -43,7 +43,7 @@ def serve(
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; what is running then has `drain_seconds` to end.
 
-    precision  auto, fp32 or bf16, as `Engine` has it
+    precision  auto, fp32 or bf16, as `EngineThread` has it
     threads    of the model on a CPU; None: all cores but one, which is left to the connections
     ready      called with the address when requests can come
     """
@@ -53,7 +53,7 @@ def serve(
     limits = replace(limits, connections=usable_connections(limits.connections))
     if loaded.model.embedding.weight.device.type == "cpu":
         torch.set_num_threads(threads or max(1, usable_cores() - 1))
-    engine = Engine(
+    engine = EngineThread(
         loaded.model,
         loaded.tokenizer,
         rows=rows,
@@ -93,7 +93,7 @@ class HttpServer(uvicorn.Server):
     nothing old after a while.
     """
 
-    def __init__(self, app: Any, engine: Engine, limits: Limits, drain_seconds: float = 0.0) -> None:
+    def __init__(self, app: Any, engine: EngineThread, limits: Limits, drain_seconds: float = 0.0) -> None:
         self.keeper = Connections(limits)
         super().__init__(
             uvicorn.Config(
