@@ -14,7 +14,8 @@ from train_runs import small_config
 from gss.model import build_model
 from gss.train.adafactor import Adafactor
 from gss.train.config import OptimizerConfig
-from gss.train.optim import build_optimizer, learning_rate, set_learning_rates
+from gss.train.optim import build_optimizer, set_learning_rates
+from gss.train.schedule import learning_rate
 
 
 def _gradients(shape: tuple[int, ...], steps: int) -> list[Tensor]:

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer": ("transformer", {}),
     "accumulated": ("gss-hybrid", {"micro_batch_tokens": 32}),
     "lanes": ("gss-hybrid", {"batching": "lanes", "micro_batch_tokens": 32}),
+    "muon": ("gss-hybrid", {"optimizer__name": "muon"}),
     "checkpointed": ("gss", {"activation_checkpointing": True}),
 }
 
@@ -128,7 +129,7 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", ["lanes", "dss"])
+@pytest.mark.parametrize("case", ["lanes", "dss", "muon"])
 def test_one_process_loads_what_two_saved(
     corpus: Path, found: tuple[Path, dict[str, Any]], case: str, parallel: str
 ) -> None:

@@ -12,10 +12,10 @@ from gss.train.optim import (
     build_optimizer,
     clip_gradients,
     group_of_parameters,
-    learning_rate,
     parameter_groups,
     set_learning_rates,
 )
+from gss.train.schedule import learning_rate
 
 STATE_SPACE_NAMES = ("log_decay", "frequency", "readout", "skip", "log_step")
 

@@ -40,14 +40,17 @@ class _StopAfter:
 
 
 @pytest.mark.parametrize(
-    ("family", "batching"),
-    [(f, b) for f in FAMILIES for b in ("segments", "lanes", "packed") if (f, b) != ("transformer", "lanes")]
-    + [("llama", "packed")],
+    ("family", "batching", "optimizer"),
+    [
+        *((f, b, "adamw") for f in FAMILIES for b in ("segments", "lanes", "packed") if f + b != "transformerlanes"),
+        ("llama", "packed", "adamw"),
+        ("gss-hybrid", "lanes", "muon"),
+    ],
 )
 def test_forty_steps_with_stops_at_random_steps(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str, optimizer: str
 ) -> None:
-    config = small_config(family, batching=batching, steps=40, checkpoint__every=9)
+    config = small_config(family, batching=batching, optimizer__name=optimizer, steps=40, checkpoint__every=9)
     straight = run(config, corpus, tmp_path / "straight")
     draw = random.Random(f"{family} {batching}")
     stops = 0
