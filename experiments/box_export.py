@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from experiments.box_card import card
-from gss.loading import load
+from gss.io.checkpoint import save
+from gss.lm import load
 from gss.model import LanguageModel
-from gss.train.checkpoint import save
-from gss.train.optim import DECAYED, EMBEDDING, TABLE, group_of_parameters
+from gss.training.optim import DECAYED, EMBEDDING, group_of_parameters
 
 MOST_BYTES = 16_000_000
 """All files of the folder together may not be larger."""
@@ -29,7 +29,7 @@ CARD, FACTS = "card.md", "box.json"
 
 def rounded(model: LanguageModel) -> dict[str, Tensor]:
     """The model's weights as they ship: matrices in bf16, all else as it is."""
-    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, TABLE, EMBEDDING)}
+    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, EMBEDDING)}
     return {
         name: tensor.to(torch.bfloat16) if name in matrices else tensor for name, tensor in model.state_dict().items()
     }

@@ -18,11 +18,12 @@ from torch import Tensor
 import gss
 from gss.config import ModelConfig, from_mapping
 from gss.data import Batch
-from gss.loading import load_state
-from gss.train import checkpoint, snapshot
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.step import Stepper
+from gss.io import checkpoint
+from gss.io.runs import load_state
+from gss.training import snapshot
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.step import Stepper
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CONFIGS = json.loads((FIXTURES / "families.json").read_text(encoding="utf-8"))

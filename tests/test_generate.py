@@ -8,7 +8,7 @@ import torch
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, _decoded, _until, choose, generate, read, stream, stream_many
-from gss.loading import load_state, save_state
+from gss.io.runs import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from train_runs import assignments, command, losses, small_config
 
 from gss.data import Segments, as_tensors, open_dataset
+from gss.io import checkpoint
+from gss.io.runs import read_metrics
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
-from gss.train import checkpoint, snapshot
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.folder import read_metrics
-from gss.train.loop import BATCHINGS
-from gss.train.step import Stepper
+from gss.training import snapshot
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.loop import BATCHINGS
+from gss.training.step import Stepper
 
 STEPS = 20
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,9 +8,9 @@ from torch import nn
 from train_runs import small_config
 
 from gss.model import build_model
-from gss.train.config import OptimizerConfig
-from gss.train.muon import Muon, orthogonal
-from gss.train.optim import build_optimizer, set_learning_rates
+from gss.training.config import OptimizerConfig
+from gss.training.muon import Muon, orthogonal
+from gss.training.optim import build_optimizer, set_learning_rates
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

@@ -12,8 +12,9 @@ import torch
 from train_runs import FAMILIES, final_files, losses, run, small_config
 
 from gss.data import load_tokenizer, prepare
-from gss.train import checkpoint, loop, train
-from gss.train.step import Stepper
+from gss.io import checkpoint
+from gss.training import loop, train
+from gss.training.step import Stepper
 
 
 class _StopAfter:

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from gss.data import Dataset
-    from gss.evaluate import Evaluation
+    from gss.evaluation import Evaluation
 
 PRESETS = ("gss-hybrid-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
@@ -37,14 +37,14 @@ def quickstart_command(
 
     from gss.cli.use import length_table
     from gss.data import load_tokenizer, open_dataset, prepare
-    from gss.evaluate import evaluate
+    from gss.evaluation import evaluate
     from gss.generate import Sampling, generate
-    from gss.loading import load
+    from gss.lm import load
     from gss.recipes import recipe_path
     from gss.report import write_report
     from gss.report.scores import keep
     from gss.report.theme import MissingMatplotlibError
-    from gss.train import resolve, train
+    from gss.training import resolve, train
 
     console = Console(highlight=False, soft_wrap=True)
 
@@ -88,7 +88,7 @@ def quickstart_command(
 
 def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
     """What the best guesser that knows only how often each byte occurs would score: the same at every length."""
-    from gss.evaluate import Evaluation, LengthResult
+    from gss.evaluation import Evaluation, LengthResult
 
     tokens, entropy = len(dataset.tokens), dataset.unigram_entropy
     nats = entropy * tokens

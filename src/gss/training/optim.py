@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gss.nn.state_space import StateSpace
-from gss.train.adafactor import Adafactor
-from gss.train.config import OptimizerConfig
-from gss.train.muon import Muon
-from gss.train.schedule import learning_rate
+from gss.training.adafactor import Adafactor
+from gss.training.config import OptimizerConfig
+from gss.training.muon import Muon
+from gss.training.schedule import learning_rate
 
 STATE_SPACE, DECAYED, TABLE, UNDECAYED, EMBEDDING = "state_space", "decayed", "table", "undecayed", "embedding"
 

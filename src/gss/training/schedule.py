@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gss.train.config import OptimizerConfig
+    from gss.training.config import OptimizerConfig
 
 
 def cosine(config: "OptimizerConfig", step: int, steps: int) -> float:

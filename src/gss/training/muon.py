@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from gss.training.distributed import like
 
 MOMENTUM = 0.95
 _ITERATIONS = 5
@@ -58,7 +60,7 @@ class Muon(torch.optim.Optimizer):
                 rows, columns = parameter.shape
                 size = _ADAM_SIZE * max(rows // self._blocks.get(parameter, 1), columns) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(_like(update, parameter), alpha=-group["lr"] * size)
+                parameter.add_(like(update, parameter), alpha=-group["lr"] * size)
 
     def _updates(self, parameters: list[Tensor]) -> list[Tensor]:
         """Each parameter's momentum, orthogonal block by block: whole matrices, those of one shape in one go."""
@@ -98,10 +100,3 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.to(matrices.dtype)
-
-
-def _like(full: Tensor, parameter: Tensor) -> Tensor:
-    """A whole matrix laid out as a parameter is; every process has it, so nothing is sent."""
-    if not isinstance(parameter, DTensor):
-        return full
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
