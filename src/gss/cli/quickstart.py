@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
 
 def quickstart_command(
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file of settings of the two runs. Default: a minute's training each.")
-    ] = None,
+        str, typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: a minute's training each.")
+    ] = "tiny",
     data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
     runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
@@ -40,7 +40,6 @@ def quickstart_command(
     from gss.evaluation import evaluate
     from gss.generate import Sampling, generate
     from gss.lm import load
-    from gss.recipes import recipe_path
     from gss.report import write_report
     from gss.report.scores import keep
     from gss.report.theme import MissingMatplotlibError
@@ -51,7 +50,6 @@ def quickstart_command(
     def show(command: str) -> None:
         console.print(f"\n[bold]$ {escape(command)}[/]")
 
-    config = config or recipe_path("tiny")
     show(f"gss prepare stdlib --out {data} --tokenizer bytes")
     prepare(["stdlib"], data, load_tokenizer("bytes"))
     held_out = open_dataset(data, "valid")
