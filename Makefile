@@ -34,12 +34,12 @@ $(READY): requirements.lock pyproject.toml
 browser:
 	command -v chromium || { apt-get update -q && apt-get install -qy --no-install-recommends chromium fonts-dejavu-core; }
 
-# The newest versions that pyproject.toml allows, torch held at its pin; local build tags are dropped.
+# The newest versions that pyproject.toml allows, torch held at its pin; local build tags are dropped, Linux-only ones marked.
 lock:
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/python -m pip install --quiet torch==2.13.0
 	.lock-venv/bin/python -m pip install --quiet -e '.[dev]' torch==2.13.0
-	(head -1 requirements.lock; .lock-venv/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements.lock.tmp
+	(head -1 requirements.lock; .lock-venv/bin/python -m pip freeze --exclude-editable | sed "s/+cpu$$//; s/^triton==.*/&; sys_platform == 'linux'/") > requirements.lock.tmp
 	mv requirements.lock.tmp requirements.lock && rm -rf .lock-venv
 
 clean:

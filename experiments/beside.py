@@ -20,8 +20,8 @@ from experiments.pypi_gss import pypi_part
 from gss.bench.layer import bench_layer
 from gss.bench.models import bench_decode, bench_prefill, bench_train
 from gss.bench.results import Measurement, document, missing, reason, table
+from gss.io.devices import pick_device
 from gss.presets import preset
-from gss.train.distributed import pick_device
 
 
 def beside(

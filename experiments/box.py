@@ -35,11 +35,11 @@ import gss
 from experiments.box_export import folder_size, write_box, write_card
 from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.tokenizer_training import train_tokenizer
-from gss.evaluate import PAPER_LENGTHS, evaluate
+from gss.evaluation import PAPER_LENGTHS, evaluate
 from gss.generate import Sampling, generate
-from gss.loading import load
+from gss.io.runs import read_metrics
+from gss.lm import load
 from gss.recipes import recipe_path
-from gss.train.folder import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = recipe_path("box")
@@ -232,13 +232,13 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> 
     lengths, most, beside = (PAPER_LENGTHS, None, 1 << 17) if not trial else ((128, 512), 8192, 4096)
     model = load(box, device=device).model
     reached = [length for length in lengths if length <= held_out.lengths.max()]
-    result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside)
+    result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside, precision="fp32")
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
     for row in rows:
         row.pop("by_position")
     length, tokens = lengths[1], min(result.tokens, 1 << 20)
     before, after = (
-        evaluate(which, held_out, [length], max_tokens=tokens, batch_tokens=beside).rows[0]
+        evaluate(which, held_out, [length], max_tokens=tokens, batch_tokens=beside, precision="fp32").rows[0]
         for which in (load(run, device=device).model, model)
     )
     return {

@@ -7,8 +7,6 @@ hundred tokens.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ import torch
 from torch import Tensor
 
 from experiments.box_card import card
-from gss.loading import load
+from gss.io.checkpoint import save
+from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.lm import load
 from gss.model import LanguageModel
-from gss.train.checkpoint import save
-from gss.train.optim import DECAYED, EMBEDDING, group_of_parameters
+from gss.training.optim import DECAYED, EMBEDDING, TABLE, group_of_parameters
 
 MOST_BYTES = 16_000_000
 """All files of the folder together may not be larger."""
@@ -29,7 +28,7 @@ CARD, FACTS = "card.md", "box.json"
 
 def rounded(model: LanguageModel) -> dict[str, Tensor]:
     """The model's weights as they ship: matrices in bf16, all else as it is."""
-    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, EMBEDDING)}
+    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, TABLE, EMBEDDING)}
     return {
         name: tensor.to(torch.bfloat16) if name in matrices else tensor for name, tensor in model.state_dict().items()
     }
@@ -38,25 +37,16 @@ def rounded(model: LanguageModel) -> dict[str, Tensor]:
 def write_box(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run to a new or empty folder, whole or not at all; the card comes with `write_card`."""
     source, target = Path(run), Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there and is not an empty folder: choose another")
+    require_new(target)
     model, tokenizer, step, _ = load(source, step=step)
     if not tokenizer.lossless:
         raise ValueError(f"the vocabulary of {source} loses {', '.join(tokenizer.losses)}: the box has a lossless one")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.aside-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with written_folder(target) as aside:
         save(aside / "checkpoints", step, {"model": rounded(model)}, {"step": step, "box": True})
         tokenizer.save(aside / "tokenizer")
         _copy_json(source / "config.json", aside / "config.json", without=())
         _copy_json(source / "data.json", aside / "data.json", without=("folder",))  # a path of the training machine
         check_size(aside)
-        for path in aside.rglob("*.safetensors"):
-            path.chmod(0o644)  # the library writes for the owner alone; a package is for everyone
-        aside.replace(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
@@ -64,8 +54,8 @@ def write_card(box: str | Path, facts: dict[str, Any]) -> Path:
     """Write the card and the figures that it is made from into the folder."""
     target = Path(box)
     text = card(facts)  # refuses facts that are not complete, before anything is written
-    (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (target / CARD).write_text(text, encoding="utf-8")
+    write_file(target / FACTS, json.dumps(facts, indent=1) + "\n")
+    write_file(target / CARD, text)
     check_size(target)
     return target / CARD
 
@@ -87,6 +77,4 @@ def check_size(folder: str | Path) -> None:
 
 def _copy_json(source: Path, target: Path, without: tuple[str, ...]) -> None:
     if source.is_file():
-        values = json.loads(source.read_text(encoding="utf-8"))
-        kept = {name: value for name, value in values.items() if name not in without}
-        target.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        write_json(target, {name: value for name, value in read_json(source).items() if name not in without})

@@ -27,9 +27,9 @@ STEP = """
 import json, sys, time, torch
 from gss.data import Batch
 from gss.model import build_model
-from gss.train.config import resolve
-from gss.train.distributed import World
-from gss.train.step import Stepper
+from gss.training.config import resolve
+from gss.training.distributed import World
+from gss.training.step import Stepper
 name, precision, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.manual_seed(0)
 settings = ["length=512", "batch_tokens=4096", "optimizer.learning_rate=8e-3", "optimizer.warmup_steps=40"]

@@ -23,8 +23,8 @@ from gss.bench.measure import intervals, median_seconds, release
 from gss.bench.models import TrainingSpeed
 from gss.config import ModelConfig
 from gss.decode import BLOCK
-from gss.train.config import OptimizerConfig
-from gss.train.optim import build_optimizer, clip_gradients
+from gss.training.config import OptimizerConfig
+from gss.training.optim import build_optimizer, clip_gradients
 
 
 class Unavailable(ValueError):  # noqa: N818

@@ -26,9 +26,9 @@ from gss.bench.layer import bench_layer
 from gss.bench.measure import release
 from gss.bench.models import TrainingSpeed, bench_decode, bench_prefill, measure_training
 from gss.bench.results import Measurement, document, missing, reason, table
+from gss.io.devices import pick_device
 from gss.ops import fast
 from gss.presets import preset
-from gss.train.distributed import pick_device
 
 
 @dataclass

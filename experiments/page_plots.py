@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.records import Collection, Record, perplexities, speed
 from experiments.studies import STUDIES
-from gss.evaluate import PAPER_LENGTHS
+from gss.evaluation import PAPER_LENGTHS
 from gss.report.figures import Line, Panel, Picture, draw
 from gss.report.theme import LIGHT, png, require_matplotlib, run_colour, style, tokens
 from gss.reproduce.settings import SYSTEMS

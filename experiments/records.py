@@ -18,7 +18,7 @@ from gss.reproduce.results import read_result
 from gss.reproduce.settings import SCALES, System
 from gss.reproduce.tables import Found
 from gss.reproduce.trials import Corpus, Trial, trial_of
-from gss.train.config import TrainConfig, differences
+from gss.training.config import TrainConfig, differences
 
 
 def read_results(folder: Path) -> list[tuple[Trial, Record]]:

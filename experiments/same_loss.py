@@ -22,11 +22,12 @@ import torch
 from gss.bench.measure import release
 from gss.bench.results import Measurement, document, table
 from gss.data import Prefetch, Segments, open_dataset
+from gss.io.devices import pick_device
 from gss.model import build_model
 from gss.ops import fast
-from gss.train.config import TrainConfig, resolve
-from gss.train.distributed import World, pick_device
-from gss.train.step import Stepper
+from gss.training.config import TrainConfig, resolve
+from gss.training.distributed import World
+from gss.training.step import Stepper
 
 
 @dataclass(frozen=True)

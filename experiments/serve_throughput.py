@@ -30,7 +30,7 @@ from gss.bench.results import command_line
 from gss.config import to_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, stream_many
-from gss.train.checkpoint import save
+from gss.io.checkpoint import save
 
 PROMPT = 32
 REQUESTS = 4

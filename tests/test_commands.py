@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import gss
 from gss.cli import app
 from gss.data import load_tokenizer, prepare
-from gss.train import resolve, train
+from gss.training import resolve, train
 
 SMALL = [
     "model.width=16",

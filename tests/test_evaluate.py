@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gss
 from gss.data import Dataset, dataset_from_arrays
-from gss.evaluate import evaluate, windows
+from gss.evaluation import evaluate, windows
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
 

@@ -10,7 +10,7 @@ import gss.decode.sampler
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
 from gss.generate import Sampling, _decoded, _until, generate, read, stream, stream_many
-from gss.loading import load_state, save_state
+from gss.io.runs import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)

@@ -1,52 +1,131 @@
-"""The architecture: imports go downward only, and the command answers before torch is loaded."""
+"""The architecture: imports go downward only, without cycles, and the command answers before torch is loaded."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import gss
 
 SOURCE = Path(gss.__file__).parent
-# What each part of the package may import from the package; a part not named here may import anything below the CLI.
-ALLOWED = {
+# What each part of the package may import from the package besides itself, inside functions too. A part is a module,
+# or a folder with what no part of a longer name takes out of it. A part stands after those that it may import.
+_MODEL = {"config", "ops", "nn", "model"}
+_RUN = {*_MODEL, "", "precision", "io", "io.files", "data", "decode", "generate", "scoring", "lm", "evaluation"}
+ALLOWED: dict[str, set[str]] = {
     "choices": set(),
     "config": {"choices"},
     "presets": {"config"},
+    "": {"config", "presets"},  # and by name, on first use, what `gss.__all__` lists
+    "recipes": {"config"},
     "paper": set(),
-    "ops": {"ops", "choices"},
-    "nn": {"nn", "ops", "config", "choices"},
+    "box": set(),
+    "ops": {"choices"},
+    "nn": {"ops", "config", "choices"},
     "model": {"nn", "ops", "config", "choices"},
-    "data": {"data", "config", "io"},
-    "loss": {"model", "nn", "ops", "config"},
+    "precision": {"model"},
+    "loss": {"ops"},
     "accounting": {"model", "nn", "config"},
+    "io.files": set(),
+    "io": {"io.files", "model", "nn", "config"},
+    "data": {"io.files"},
+    "graph_decode": {"model", "nn", "ops"},
+    "decode": {"model", "nn", "ops", "precision", "graph_decode"},
+    "generate": {"model", "nn", "data", "precision", "decode"},
+    "scoring": {"model"},
+    "lm": {"model", "nn", "data", "precision", "generate", "io", "scoring", "box"},
+    "evaluation": {"model", "data", "precision", "scoring", "lm"},
+    "training": {*_RUN - {"lm", "ops", "scoring", "decode"}, "loss", "accounting", "presets", "recipes"},
+    "hf": {"config", "nn", "model", "loss", "data", "io", "io.files", "lm"},
+    "lm_eval": {"model", "data", "generate", "scoring", "lm"},
+    "serve": {*_RUN - {"evaluation", "io", "scoring"}, "graph_decode"},
+    "report": {*_RUN, "accounting", "paper", "training"},
+    "bench": {*_RUN, "accounting", "loss", "presets", "training"},
+    "box.export": {"model", "io", "io.files", "lm", "training", "box"},
+    "reproduce": {*_RUN, "accounting", "paper", "recipes", "training", "report", "bench"},
+    "cli": {
+        *_RUN,
+        *(
+            "accounting",
+            "bench",
+            "box",
+            "hf",
+            "paper",
+            "presets",
+            "recipes",
+            "report",
+            "reproduce",
+            "serve",
+            "training",
+        ),
+    },
+    "__main__": {"cli"},
 }
 
 
-def part(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+@cache
+def modules() -> dict[str, Path]:
+    """Every module by its name below gss; a package is named like its folder."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-def imported(path: Path) -> set[str]:
-    parts = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def part(module: str) -> str:
+    """The longest part whose name a module's begins with."""
+    names = [name for name in ALLOWED if name and f"{module}.".startswith(f"{name}.")]
+    return max(names, key=len, default=module.partition(".")[0])
+
+
+def imports(path: Path, at_import: bool = False) -> Iterator[str]:
+    """The modules of the package that a file imports; only those needed to import it, if asked."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        waiting += ast.iter_child_nodes(node)
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        parts |= {name.split(".")[1] for name in names if name.startswith("gss.")}
-    return parts
+        for name in names:
+            top, _, below = name.partition(".")
+            if top == "gss":
+                yield below if below in modules() else below.rpartition(".")[0]
+
+
+def test_parts_stand_above_what_they_import() -> None:
+    names = list(ALLOWED)
+    for name, allowed in ALLOWED.items():
+        assert allowed <= set(names[: names.index(name)]), name
 
 
 def test_imports_go_downward() -> None:
-    files = sorted(SOURCE.rglob("*.py"))
-    assert len(files) > 15
-    for path in files:
-        allowed = ALLOWED.get(part(path))
-        if allowed is not None:
-            assert imported(path) <= allowed, f"{path.relative_to(SOURCE)} imports {imported(path) - allowed}"
-        if part(path) not in ("cli", "__main__"):
-            assert "cli" not in imported(path), f"{path.relative_to(SOURCE)} imports the command line"
+    assert len(modules()) > 15
+    for module, path in modules().items():
+        own = part(module)
+        assert own in ALLOWED, f"{own} is a new part: say above what it may import"
+        found = {part(name) for name in imports(path, at_import=not module)} - {own}
+        assert found <= ALLOWED[own], f"{module} imports {found - ALLOWED[own]}"
+
+
+def test_no_module_needs_itself() -> None:
+    graph = {module: {name for name in imports(path, at_import=True) if name} for module, path in modules().items()}
+    graph.pop("")  # needed by all, and needs only what needs nothing of it
+    try:
+        TopologicalSorter({module: needs - {module} for module, needs in graph.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a cycle of imports: {' → '.join(error.args[1])}")
 
 
 def test_help_and_import_do_not_load_torch() -> None:
@@ -54,6 +133,15 @@ def test_help_and_import_do_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+def test_loading_a_model_needs_nothing_of_training() -> None:
+    script = "import sys, gss; gss.load(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "gss.lm" in loaded
+    assert not {"gss.training", "gss.evaluation", "gss.serve", "rich", "typer"} & loaded
+
+
 def test_public_names() -> None:
     assert all(getattr(gss, name) is not None for name in gss.__all__)
+    assert set(gss.__all__) <= set(dir(gss))
     assert not hasattr(gss, "nothing")

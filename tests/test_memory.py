@@ -12,7 +12,7 @@ import gss
 from gss.bench.measure import peak_bytes
 from gss.data import dataset_from_arrays
 from gss.decode import Decoder
-from gss.evaluate import evaluate
+from gss.evaluation import evaluate
 from gss.nn.gss import GSSLayer
 from tests.conftest import small_config
 

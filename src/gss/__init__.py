@@ -1,6 +1,7 @@
 """Long-range language models built on Gated State Spaces.
 
->>> import gss
+>>> lm = gss.load()                       # the model in the box; or a run folder: gss.load("runs/books")
+>>> text = lm.generate("It was a dark and stormy night", max_tokens=10, temperature=0.8)
 >>> model = gss.build_model(gss.preset("gss-tiny"))
 """
 
@@ -10,31 +11,52 @@ from gss.config import AttentionConfig, ModelConfig, StateSpaceConfig
 from gss.presets import PRESETS, preset
 
 if TYPE_CHECKING:
-    from gss.loading import load
+    from gss.evaluation import Evaluation, evaluate
+    from gss.io.runs import load_state, save_state
+    from gss.lm import LM, Score, load
     from gss.model import LanguageModel, build_model
     from gss.nn.state import ModelState
+    from gss.training import TrainConfig, TrainResult, train
 
 __version__ = "0.1.0"
 
+# What needs torch is imported on first use, so that `import gss` and `gss --help` stay quick.
+_LAZY = {
+    "LM": "gss.lm",
+    "Evaluation": "gss.evaluation",
+    "LanguageModel": "gss.model",
+    "ModelState": "gss.nn.state",
+    "Score": "gss.lm",
+    "TrainConfig": "gss.training",
+    "TrainResult": "gss.training",
+    "build_model": "gss.model",
+    "evaluate": "gss.evaluation",
+    "load": "gss.lm",
+    "load_state": "gss.io.runs",
+    "save_state": "gss.io.runs",
+    "train": "gss.training",
+}
+
 __all__ = [
+    "LM",
     "PRESETS",
     "AttentionConfig",
+    "Evaluation",
     "LanguageModel",
     "ModelConfig",
     "ModelState",
+    "Score",
     "StateSpaceConfig",
+    "TrainConfig",
+    "TrainResult",
     "build_model",
+    "evaluate",
     "load",
+    "load_state",
     "preset",
+    "save_state",
+    "train",
 ]
-
-# What needs torch is imported on first use, so that `import gss` and `gss --help` stay quick.
-_LAZY = {
-    "LanguageModel": "gss.model",
-    "ModelState": "gss.nn.state",
-    "build_model": "gss.model",
-    "load": "gss.loading",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -43,3 +65,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

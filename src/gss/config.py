@@ -19,7 +19,11 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig:
-    """A diagonal state space: its size, its discretisation and how its parameters start."""
+    """A diagonal state space: its size, its discretisation and how its parameters start.
+
+    >>> gss.StateSpaceConfig(modes=64).modes
+    64
+    """
 
     modes: int = 512
     """N, complex modes per channel."""
@@ -63,7 +67,11 @@ class StateSpaceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Self-attention of a Transformer block."""
+    """Self-attention of a Transformer block.
+
+    >>> gss.AttentionConfig(heads=4, chunk=512).chunk
+    512
+    """
 
     heads: int = 8
     """Number of heads."""
@@ -129,7 +137,11 @@ class RecurrentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A language model: embedding, the layers of `pattern`, a norm, and the embedding again as the head."""
+    """A language model: embedding, the layers of `pattern`, a norm, and the embedding again as the head.
+
+    >>> gss.ModelConfig(pattern=("gss", "attention"), depth=4, width=256).layers
+    ('gss', 'attention', 'gss', 'attention')
+    """
 
     vocab_size: int = 32_000
     """Number of token ids."""

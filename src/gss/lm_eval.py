@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gss.data import Tokenizer
 from gss.generate import Sampling, generate
-from gss.loading import load
+from gss.lm import load
 from gss.model import LanguageModel
+from gss.scoring import PIECE, score_sequences
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -27,9 +27,6 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
-
-# Rows of logits held at a time.
-_LOGIT_ELEMENTS = 1 << 25
 
 Row = tuple[list[int], int]
 """Ids, and the index of the first that counts."""
@@ -55,7 +52,7 @@ class GSSLM(TemplateLM):
         batch_size: int | str = 16,
         max_batch_size: int | None = None,
         device: str | torch.device | None = None,
-        piece: int = 4096,
+        piece: int = PIECE,
         max_gen_toks: int = 256,
     ) -> None:
         super().__init__()
@@ -71,7 +68,6 @@ class GSSLM(TemplateLM):
             raise ValueError(f"piece must be at least 1, not {piece}")
         self.model, self.vocabulary = model.eval(), tokenizer
         self.batch_size, self.piece, self.max_gen_toks = int(batch_size), piece, max_gen_toks
-        self._device = model.embedding.weight.device
 
     @property
     def eot_token_id(self) -> int:
@@ -136,43 +132,16 @@ class GSSLM(TemplateLM):
             found.update(zip(chosen, self._score([rows[row] for row in chosen]), strict=True))
         return [found[row] for row in range(len(rows))]
 
-    @torch.no_grad()
     def _score(self, rows: list[Row]) -> list[tuple[float, bool]]:
-        """For each row: the log-probability of the ids that count, and whether each of them is the likeliest."""
-        longest = max(len(ids) for ids, _ in rows)
-        # Filled up at the end, where a causal model's answers do not depend on it.
-        padded = [ids + [self.eot_token_id] * (longest - len(ids)) for ids, _ in rows]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self._device)
-        index = torch.arange(longest, device=self._device)
-        first, stop = (
-            torch.tensor(bound, device=self._device).unsqueeze(1)
-            for bound in ([first for _, first in rows], [len(ids) for ids, _ in rows])
-        )
-        counted = (index >= first) & (index < stop)
+        """For each row, longest first: the log-probability of the ids that count, and whether each is the likeliest."""
         total = torch.zeros(len(rows), dtype=torch.float64)
         greedy = torch.ones(len(rows), dtype=torch.bool)
-        state = None
-        for start in range(0, longest - 1, self.piece):
-            part = slice(start, min(start + self.piece, longest - 1))
-            targets = slice(part.start + 1, part.stop + 1)
-            hidden, state = self.model.hidden(tokens[:, part], state, keep_state=part.stop < longest - 1)
-            mask = counted[:, targets]
-            row = mask.nonzero()[:, 0].cpu()
-            scores, likeliest = self._token_scores(hidden[mask], tokens[:, targets][mask])
-            total.index_add_(0, row, scores)
-            greedy[row[~likeliest]] = False
+        skipped = [first - 1 for _, first in rows]
+        for part in score_sequences(self.model, [ids for ids, _ in rows], skip=skipped, piece=self.piece):
+            live = slice(len(part.counted))
+            total[live] += part.log_probability.sum(1)
+            greedy[live] &= part.likeliest.all(1)
         return list(zip(total.tolist(), greedy.tolist(), strict=True))
-
-    def _token_scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """log p of each target, float64 on the CPU, and whether it is the likeliest; few rows of logits at a time."""
-        size = max(1, _LOGIT_ELEMENTS // self.model.config.vocab_size)
-        scores, likeliest = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
-        for part, target in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = self.model.logits(part)
-            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            scores.append(logs.gather(1, target.unsqueeze(1)).squeeze(1).double().cpu())
-            likeliest.append((logits.argmax(-1) == target).cpu())
-        return torch.cat(scores), torch.cat(likeliest)
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

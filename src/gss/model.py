@@ -20,8 +20,8 @@ class LanguageModel(nn.Module):
     """Next-token logits for batches of token sequences, whole or in pieces.
 
     >>> model = gss.build_model(gss.preset("gss-tiny"))
-    >>> logits, state = model(first_tokens)          # [B, L] → [B, L, V]
-    >>> logits, state = model(next_tokens, state)    # goes on where the first piece ended
+    >>> logits, state = model(tokens)                # [B, L] → [B, L, V]
+    >>> logits, state = model(tokens, state)         # continues where the first piece ended
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -147,6 +147,10 @@ def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
     """A freshly initialised model of any family, in float32 on the default device.
 
     With a seed it is the one that training with that seed starts from, and torch's random state stays as it was.
+
+    >>> model = gss.build_model(gss.preset("gss-tiny"), seed=0)
+    >>> model.bounded_state
+    True
     """
     if seed is None:
         return LanguageModel(config)

@@ -182,7 +182,8 @@ PRESETS: dict[str, Preset] = {
 def preset(name: str, /, **overrides: Any) -> ModelConfig:
     """The configuration of a preset, with some fields replaced.
 
-    >>> gss.preset("gss", vocab_size=50_000, state_space={"modes": 256})
+    >>> gss.preset("gss", vocab_size=50_000, state_space={"modes": 256}).vocab_size
+    50000
 
     Nested fields are given as mappings, or with dotted keys: `preset("gss", **{"state_space.modes": 256})`.
     """

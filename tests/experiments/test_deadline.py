@@ -4,7 +4,7 @@ import signal
 import time
 
 from experiments.deadline import deadline
-from gss.train.interrupt import Interrupt
+from gss.training.interrupt import Interrupt
 
 
 def test_a_deadline_is_heard_by_a_run() -> None:

@@ -10,7 +10,7 @@ import torch
 import gss
 from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
-from gss.train.checkpoint import save
+from gss.io.checkpoint import save
 from tests.conftest import small_config
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -15,7 +15,7 @@ from gss.cli import app
 from gss.config import from_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
-from gss.train.config import TrainConfig
+from gss.training.config import TrainConfig
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.hf.conftest import write_run
 

@@ -218,7 +218,7 @@ def test_a_grown_vocabulary(tmp_path: Path) -> None:
         ("position_ids is not supported", {"position_ids": torch.arange(3)[None]}),
         ("output_hidden_states is not supported", {"output_hidden_states": True}),
         ("outside the vocabulary", {"input_ids": torch.tensor([[61]])}),
-        ("not of shape", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
+        ("tokens are empty", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
         ("there are no input_ids", {"input_ids": None}),
         ("is a DynamicCache", {"past_key_values": transformers.DynamicCache()}),
     ],

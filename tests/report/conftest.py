@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from gss.data import load_tokenizer, prepare
-from gss.train import resolve, train
+from gss.training import resolve, train
 
 _SMALL = (
     "model.width=16",

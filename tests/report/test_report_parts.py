@@ -10,7 +10,7 @@ import torch
 
 import gss
 from gss.data import load_tokenizer, open_dataset, prepare
-from gss.evaluate import evaluate
+from gss.evaluation import evaluate
 from gss.model import build_model
 from gss.report import write_report
 from gss.report.curves import length_pictures, training_pictures
@@ -20,7 +20,7 @@ from gss.report.scores import Scores, same_tokens, scores
 from gss.report.spectra import memory_pictures, records, state_spaces
 from gss.report.tables import difference_table, length_table
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
-from gss.train import resolve, train
+from gss.training import resolve, train
 from tests.conftest import small_config
 from tests.report.conftest import Lab
 

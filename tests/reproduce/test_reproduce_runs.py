@@ -136,7 +136,7 @@ def test_an_interrupted_trial_goes_on(finished: Path, corpus: Corpus, tmp_path: 
             return signal.SIGTERM if self.steps >= 4 else None
 
     with monkeypatch.context() as patched:
-        patched.setattr("gss.train.loop.Interrupt", AfterFour)
+        patched.setattr("gss.training.loop.Interrupt", AfterFour)
         patched.setattr(runner, "measured", lambda *a: pytest.fail("scored an unfinished trial"))
         outcome = go(trials, tmp_path)
     assert outcome.signal == signal.SIGTERM

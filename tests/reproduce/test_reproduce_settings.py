@@ -11,7 +11,7 @@ from gss.presets import PRESETS
 from gss.reproduce import SCALES, SYSTEMS, TARGETS, Corpus, planned
 from gss.reproduce.settings import paper_corpus, preset_name
 from gss.reproduce.trials import trial_of
-from gss.train.config import TrainConfig, differences
+from gss.training.config import TrainConfig, differences
 from tests.reproduce.conftest import BOOKS
 
 

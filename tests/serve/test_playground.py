@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gss.data import load_tokenizer, prepare
-from gss.train import resolve, train
+from gss.training import resolve, train
 
 api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

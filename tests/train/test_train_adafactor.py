@@ -12,9 +12,10 @@ from torch.distributed.tensor import distribute_tensor
 from train_runs import small_config
 
 from gss.model import build_model
-from gss.train.adafactor import Adafactor
-from gss.train.config import OptimizerConfig
-from gss.train.optim import build_optimizer, learning_rate, set_learning_rates
+from gss.training.adafactor import Adafactor
+from gss.training.config import OptimizerConfig
+from gss.training.optim import build_optimizer, set_learning_rates
+from gss.training.schedule import learning_rate
 
 
 def _gradients(shape: tuple[int, ...], steps: int) -> list[Tensor]:

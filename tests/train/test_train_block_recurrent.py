@@ -12,12 +12,12 @@ from train_runs import final_files, run, small_config
 
 import gss
 from gss.data import Batch, Lanes, as_tensors, open_dataset
-from gss.evaluate import evaluate
+from gss.evaluation import evaluate
 from gss.generate import generate
 from gss.model import build_model
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.step import Stepper
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.step import Stepper
 
 FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gss.train import checkpoint
-from gss.train.checkpoint import DamagedCheckpointError
+from gss.io import checkpoint
+from gss.io.checkpoint import DamagedCheckpointError
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs fork, or limits on files")
 
 
 def _tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -80,6 +82,23 @@ def test_missing_and_surplus_files_are_damage(tmp_path: Path, name: str) -> None
         checkpoint.verify(path)
 
 
+def test_a_group_is_read_without_the_others_and_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 10)
+    path = tmp_path / "step-00000010"
+    hashed: list[str] = []
+    original = checkpoint._size_and_hash
+    monkeypatch.setattr(checkpoint, "_size_and_hash", lambda file: hashed.append(file.name) or original(file))
+    used, _ = checkpoint.newest_good(tmp_path, ["model"])
+    assert used == path
+    assert checkpoint.load(path, ["model"], verified=True).tensors.keys() == {"model"}
+    assert hashed == ["model.safetensors", "trainer.json"]
+    content = bytearray((path / "optimizer.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "optimizer.safetensors").write_bytes(content)
+    assert checkpoint.newest_good(tmp_path, ["model"]) == (path, [])  # the weights are good all the same
+    assert checkpoint.newest_good(tmp_path)[0] is None
+
+
 def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 10)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000011")
@@ -138,7 +157,7 @@ _FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from gss.train import checkpoint
+from gss.io import checkpoint
 folder = Path(sys.argv[1])
 checkpoint.save(folder, 10, {"model": {"w": torch.zeros(10)}}, {})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -151,6 +170,7 @@ except OSError as error:
 """
 
 
+@posix
 @pytest.mark.parametrize("limit", [100, 200_000])
 def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, limit: int) -> None:
     done = subprocess.run([sys.executable, "-c", _FULL_DISK, str(tmp_path), str(limit)], capture_output=True, text=True)
@@ -166,7 +186,7 @@ _DIE_EVERYWHERE = """
 import os, sys
 from pathlib import Path
 import torch
-from gss.train import checkpoint
+from gss.io import checkpoint
 
 def save(folder, step):
     checkpoint.save(folder, step, {"model": {"w": torch.full((5,), step)}}, {"step": step})
@@ -210,6 +230,7 @@ print(deaths)
 """
 
 
+@posix
 def test_death_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _DIE_EVERYWHERE, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from train_runs import assignments, command, final_files, losses, run, small_config
 
-from gss.train import checkpoint
+from gss.io import checkpoint
 
 
 def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:

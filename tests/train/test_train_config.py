@@ -1,4 +1,4 @@
-"""Configs: what overrides what, what is refused, and every file in configs/."""
+"""Configs: what overrides what, what is refused, and every recipe."""
 
 from pathlib import Path
 
@@ -7,10 +7,9 @@ from train_runs import SMALL_MODEL, run
 
 from gss.config import from_mapping, to_mapping
 from gss.presets import PRESETS, preset
-from gss.train import TrainConfig, resolve
-from gss.train.config import differences
-
-CONFIGS = Path(__file__).parents[2] / "src" / "gss" / "recipes"
+from gss.recipes import recipe_names
+from gss.training import TrainConfig, resolve
+from gss.training.config import differences
 
 # The paper's tables 1 and 2, as far as their models are presets: (file, preset) → rows × length.
 PAPER_RUNS = {
@@ -24,7 +23,7 @@ SMALL_RUNS = {"tiny": ["gss-tiny", "gss-hybrid-tiny"], "small": ["gss-small"], "
 
 
 def test_every_file_is_covered_here() -> None:
-    files = {path.stem for path in CONFIGS.glob("*.toml")}
+    files = set(recipe_names())
     assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys() | {"block-recurrent"}
 
 
@@ -35,7 +34,7 @@ def test_every_preset_of_the_paper_has_a_run() -> None:
 
 @pytest.mark.parametrize(("file", "name"), PAPER_RUNS)
 def test_the_papers_runs(file: str, name: str) -> None:
-    config = resolve(name, CONFIGS / f"{file}.toml")
+    config = resolve(name, file)
     assert (config.rows, config.length) == PAPER_RUNS[file, name]
     assert config.model == preset(name)
     assert config.steps == 125_000
@@ -48,7 +47,7 @@ def test_the_papers_runs(file: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCK_RECURRENT)
 def test_block_recurrent_runs(name: str) -> None:
-    config = resolve(name, CONFIGS / "block-recurrent.toml")
+    config = resolve(name, "block-recurrent")
     assert config.model == preset(name)
     assert (config.batching, config.length, config.steps * config.batch_tokens) == ("lanes", 4096, 125_000 << 19)
     assert config.length % config.model.attention.window == 0
@@ -80,7 +79,7 @@ def test_small_runs_run(corpus: Path, tmp_path: Path, file: str, name: str) -> N
     narrow = {**SMALL_MODEL, "length": 64, "batch_tokens": 128, "steps": 3, "device": "cpu"}
     reports = {"report.evaluate_lengths": "[32, 64]", "report.evaluate_tokens": 512, "report.sample_tokens": 4}
     sets = [f"{key}={value}" for key, value in {**narrow, **reports}.items()]
-    assert len(run(resolve(name, CONFIGS / f"{file}.toml", sets, 257), corpus, tmp_path / "run")) == 3
+    assert len(run(resolve(name, file, sets, 257), corpus, tmp_path / "run")) == 3
 
 
 def test_what_overrides_what(tmp_path: Path) -> None:
@@ -141,3 +140,5 @@ def test_no_preset_and_bad_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ValueError, match="is not valid TOML"):
         resolve("gss", tmp_path / "bad.toml")
+    with pytest.raises(ValueError, match="there is no recipe 'smal'; choose from: arxiv, block-recurrent, box"):
+        resolve("gss", "smal")

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from train_runs import assignments, command, losses, small_config
 
 from gss.data import Segments, as_tensors, open_dataset
+from gss.io import checkpoint
+from gss.io.runs import read_metrics
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
-from gss.train import checkpoint, snapshot
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.folder import read_metrics
-from gss.train.loop import BATCHINGS
-from gss.train.step import Stepper
+from gss.training import snapshot
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.loop import BATCHINGS
+from gss.training.step import Stepper
 
 STEPS = 20
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer": ("transformer", {}),
     "accumulated": ("gss-hybrid", {"micro_batch_tokens": 32}),
     "lanes": ("gss-hybrid", {"batching": "lanes", "micro_batch_tokens": 32}),
+    "muon": ("gss-hybrid", {"optimizer__name": "muon"}),
     "checkpointed": ("gss", {"activation_checkpointing": True}),
 }
 
@@ -128,7 +130,7 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", ["lanes", "dss"])
+@pytest.mark.parametrize("case", ["lanes", "dss", "muon"])
 def test_one_process_loads_what_two_saved(
     corpus: Path, found: tuple[Path, dict[str, Any]], case: str, parallel: str
 ) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from train_runs import final_files, losses, run, small_config
 
-from gss.train import checkpoint, train
-from gss.train.config import TrainConfig
+from gss.io import checkpoint
+from gss.training import train
+from gss.training.config import TrainConfig
 
 EVERY, STEPS = 3, 60
 
@@ -52,7 +53,7 @@ def _kills(corpus: Path, work: Path, kills: int, kills_in_save: int, seed: int) 
     expected = final_files(work / "straight", STEPS)
     # A server that has torch loaded forks the trainers: each starts in milliseconds, and each is a process of its own.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "gss.train"])
+    context.set_forkserver_preload(["torch._dynamo", "gss.training"])
     draw = random.Random(seed)
     killed = killed_in_save = finished = 0
     out = work / "run0"

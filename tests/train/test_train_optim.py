@@ -7,15 +7,15 @@ import torch
 from train_runs import FAMILIES, small_config
 
 from gss.model import build_model
-from gss.train.config import OptimizerConfig
-from gss.train.optim import (
+from gss.training.config import OptimizerConfig
+from gss.training.optim import (
     build_optimizer,
     clip_gradients,
     group_of_parameters,
-    learning_rate,
     parameter_groups,
     set_learning_rates,
 )
+from gss.training.schedule import learning_rate
 
 STATE_SPACE_NAMES = ("log_decay", "frequency", "readout", "skip", "log_step")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from train_runs import small_config
 
-from gss.train import loop, train
-from gss.train.folder import read_metrics
+from gss.io.runs import read_metrics
+from gss.training import loop, train
 
 
 def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

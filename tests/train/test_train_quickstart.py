@@ -4,7 +4,7 @@ from pathlib import Path
 
 from train_runs import SMALL_MODEL, command
 
-CONFIG = Path(__file__).parents[2] / "src" / "gss" / "recipes" / "tiny.toml"
+CONFIG = "tiny"
 
 
 def test_the_whole_way_and_again(tmp_path: Path) -> None:

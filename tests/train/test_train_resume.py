@@ -12,8 +12,9 @@ import torch
 from train_runs import FAMILIES, final_files, losses, run, small_config
 
 from gss.data import load_tokenizer, prepare
-from gss.train import checkpoint, loop, train
-from gss.train.step import Stepper
+from gss.io import checkpoint
+from gss.training import loop, train
+from gss.training.step import Stepper
 
 
 class _StopAfter:
@@ -40,14 +41,17 @@ class _StopAfter:
 
 
 @pytest.mark.parametrize(
-    ("family", "batching"),
-    [(f, b) for f in FAMILIES for b in ("segments", "lanes", "packed") if (f, b) != ("transformer", "lanes")]
-    + [("llama", "packed")],
+    ("family", "batching", "optimizer"),
+    [
+        *((f, b, "adamw") for f in FAMILIES for b in ("segments", "lanes", "packed") if f + b != "transformerlanes"),
+        ("llama", "packed", "adamw"),
+        ("gss-hybrid", "lanes", "muon"),
+    ],
 )
 def test_forty_steps_with_stops_at_random_steps(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str, optimizer: str
 ) -> None:
-    config = small_config(family, batching=batching, steps=40, checkpoint__every=9)
+    config = small_config(family, batching=batching, optimizer__name=optimizer, steps=40, checkpoint__every=9)
     straight = run(config, corpus, tmp_path / "straight")
     draw = random.Random(f"{family} {batching}")
     stops = 0

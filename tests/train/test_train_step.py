@@ -14,10 +14,10 @@ from gss.data import Batch, Dataset, Lanes, Packed, Segments, as_tensors, datase
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
 from gss.presets import PRESETS, preset
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.loop import BATCHINGS
-from gss.train.step import Stepper
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.loop import BATCHINGS
+from gss.training.step import Stepper
 
 # Rates so small that parameters stay put: a step then shows the loss of the model as it was.
 STILL = {

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gss.io.runs import read_metrics
 from gss.presets import preset
-from gss.train import TrainConfig, resolve, train
-from gss.train.folder import read_metrics
+from gss.training import TrainConfig, resolve, train
 
 FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
 

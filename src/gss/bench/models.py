@@ -23,9 +23,9 @@ from gss.model import LanguageModel, build_model
 from gss.nn.state import ModelState
 from gss.ops import fast
 from gss.presets import PRESETS, preset
-from gss.train.config import TrainConfig
-from gss.train.distributed import World
-from gss.train.step import Stepper
+from gss.training.config import TrainConfig
+from gss.training.distributed import World
+from gss.training.step import Stepper
 
 _SIZES = ("-tiny", "-small", "-lm1b")
 Report = Callable[[str], None]

@@ -170,8 +170,8 @@ def _run(
     import torch
 
     from gss.bench.results import document, number, table
-    from gss.train.distributed import pick_device
-    from gss.train.progress import matmul_rate
+    from gss.io.devices import pick_device
+    from gss.training.progress import matmul_rate
 
     where = pick_device(device)
     with Console(stderr=True).status("measuring the machine") as status:

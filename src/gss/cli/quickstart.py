@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from gss.data import Dataset
-    from gss.evaluate import Evaluation
+    from gss.evaluation import Evaluation
 
 PRESETS = ("gss-hybrid-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
 
 def quickstart_command(
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file of settings of the two runs. Default: a minute's training each.")
-    ] = None,
+        str, typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: a minute's training each.")
+    ] = "tiny",
     data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
     runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
@@ -37,21 +37,19 @@ def quickstart_command(
 
     from gss.cli.use import length_table
     from gss.data import load_tokenizer, open_dataset, prepare
-    from gss.evaluate import evaluate
+    from gss.evaluation import evaluate
     from gss.generate import Sampling, generate
-    from gss.loading import load
-    from gss.recipes import recipe_path
+    from gss.lm import load
     from gss.report import write_report
     from gss.report.scores import keep
     from gss.report.theme import MissingMatplotlibError
-    from gss.train import resolve, train
+    from gss.training import resolve, train
 
     console = Console(highlight=False, soft_wrap=True)
 
     def show(command: str) -> None:
         console.print(f"\n[bold]$ {escape(command)}[/]")
 
-    config = config or recipe_path("tiny")
     show(f"gss prepare stdlib --out {data} --tokenizer bytes")
     prepare(["stdlib"], data, load_tokenizer("bytes"))
     held_out = open_dataset(data, "valid")
@@ -88,7 +86,7 @@ def quickstart_command(
 
 def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
     """What the best guesser that knows only how often each byte occurs would score: the same at every length."""
-    from gss.evaluate import Evaluation, LengthResult
+    from gss.evaluation import Evaluation, LengthResult
 
     tokens, entropy = len(dataset.tokens), dataset.unigram_entropy
     nats = entropy * tokens

@@ -32,8 +32,8 @@ def report_command(
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
     from gss.cli.progress import share_bar
     from gss.cli.use import _whole_numbers
+    from gss.io.devices import pick_device
     from gss.report import write_report
-    from gss.train.distributed import pick_device
 
     with share_bar("reading") as show:
         written = write_report(

@@ -45,9 +45,9 @@ def serve_command(
     from rich.markup import escape
 
     from gss.box import NAME
-    from gss.loading import load
+    from gss.io.devices import pick_device
+    from gss.lm import load
     from gss.precision import check
-    from gss.train.distributed import pick_device
 
     try:
         from gss.serve.about import Limits

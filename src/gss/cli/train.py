@@ -13,26 +13,30 @@ def register(app: typer.Typer) -> None:
 
 def train_command(
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made.")],
-    out: Annotated[Path, typer.Option(help="The run folder. One that holds checkpoints is gone on with.")],
+    out: Annotated[
+        Path, typer.Option(help="The run folder. If it holds checkpoints, training continues from the newest.")
+    ],
     preset: Annotated[str | None, typer.Option(help="The model: see `gss presets`.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings, such as those in gss/recipes.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A recipe: its name (tiny, small, pg19, …), or a TOML file.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8."),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="A setting that may differ from the run that is gone on with, for example `steps`."),
+        typer.Option(help="A setting that may differ from the run that is continued, for example `steps`."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress; metrics.jsonl has it all the same.")] = False,
 ) -> None:
-    """Train a model on a prepared corpus, or go on from the newest good checkpoint of a run.
+    """Train a model on a prepared corpus, or continue from the newest good checkpoint of a run.
 
-    Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command goes on. Several GPUs or machines:
+    Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command continues. Several GPUs or machines:
     `torchrun --nproc-per-node 8 -m gss train …`.
     """
     from gss.data import read_manifest
-    from gss.train import resolve, train
+    from gss.training import resolve, train
 
     run = resolve(preset, config, set_ or (), read_manifest(data).tokenizer["vocab_size"])
     result = train(run, data, out, allow=allow or (), quiet=quiet)

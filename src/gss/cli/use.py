@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gss.evaluate import Evaluation
+    from gss.evaluation import Evaluation
 
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
@@ -44,7 +44,7 @@ def evaluate_command(
     piece: Annotated[int, typer.Option(help="Tokens read at a time: bounds memory.")] = 4096,
     batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side when windows are short.")] = 16_384,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="fp32, or bf16 (autocast).")] = "fp32",
+    precision: Precision = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Also write the rows to a CSV file.")] = None,
 ) -> None:
@@ -53,20 +53,19 @@ def evaluate_command(
 
     from gss.box import NAME
     from gss.cli.progress import share_bar
-    from gss.data import open_dataset, require_same
-    from gss.evaluate import evaluate
+    from gss.data import open_dataset
+    from gss.evaluation import evaluate
+    from gss.io.devices import pick_device
     from gss.io.files import finite
-    from gss.loading import load
+    from gss.lm import load
     from gss.paper import PERPLEXITY
-    from gss.train.distributed import pick_device
 
     wanted: list[int | None] = [*_whole_numbers(lengths)]
-    loaded, name = load(run, step=step, device=pick_device(device)), str(run or NAME)
+    lm, name = load(run, step=step, device=pick_device(device)), str(run or NAME)
     dataset = open_dataset(data, split)
-    require_same(dataset.tokenizer(), loaded.tokenizer.hash, f"the run {name}")
     with share_bar("scoring") as show:
         result = evaluate(
-            loaded.model,
+            lm,
             dataset,
             wanted + [None] * carry_state,
             max_tokens=max_tokens,
@@ -82,11 +81,11 @@ def evaluate_command(
             writer.writeheader()
             writer.writerows(rows)
     if as_json:
-        facts = {"run": name, "step": loaded.step, "data": dataset.hash, "split": split}
+        facts = {"run": name, "step": lm.step, "data": dataset.hash, "split": split}
         print(json.dumps(finite({**facts, "documents": result.documents, "rows": rows}), indent=2))
     else:
-        table = length_table({f"step {loaded.step:,}": result}, f"{name} on {split}")
-        for corpus, scores in PERPLEXITY.get(loaded.preset or "", {}).items():
+        table = length_table({f"step {lm.step:,}": result}, f"{name} on {split}")
+        for corpus, scores in PERPLEXITY.get(lm.preset or "", {}).items():
             columns = [f"{scores[row.length]:.2f}" if row.length in scores else "" for row in result.rows]
             table.add_row(f"paper, {corpus}", *columns, style="dim")
         Console().print(table)
@@ -137,35 +136,29 @@ def generate_command(
     """Write text that goes on from a prompt, as it is produced."""
     from rich.console import Console
 
-    from gss.generate import Sampling, stream_text
-    from gss.loading import load
-    from gss.precision import check
-    from gss.train.distributed import pick_device
+    from gss.io.devices import pick_device
+    from gss.lm import load
 
-    check(precision)
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
     text = _standard_input() if prompt == "-" else _argument(prompt)
-    model, tokenizer, *_ = load(run, step=step, device=pick_device(device))
-    small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or (),
+        "precision": precision,
+    }
+    lm = load(run, step=step, device=pick_device(device))
+    small = sum(parameter.numel() for parameter in lm.model.parameters()) < _SMALL
     with _threads(threads or (1 if small else None)):
         for number in range(samples):
+            pieces = lm.stream(text, max_tokens=tokens, seed=seed + number, **options)
             print(text, end="", flush=True)
             started, produced = time.perf_counter(), 0
-            pieces = stream_text(
-                model,
-                tokenizer,
-                text,
-                max_tokens=tokens,
-                sampling=sampling,
-                seed=seed + number,
-                stop=stop or (),
-                precision=precision,
-            )
             for piece in pieces:
                 print(piece, end="", flush=True)
-                produced += len(tokenizer.encode(piece))
+                produced += len(lm.tokenizer.encode(piece))
             print()
             speed = produced / (time.perf_counter() - started)
             Console(stderr=True, highlight=False).print(f"[dim]about {speed:,.0f} tokens/s, prompt included[/]")

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait as wait_for_sentinel
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from gss.data.formats import Span
 from gss.data.merge import SplitShares, merge_parts
@@ -38,19 +37,7 @@ from gss.data.shards import (
 )
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
-from gss.io.files import write_file
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(file: IO[str]) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-else:
-    import fcntl
-
-    def _lock(file: IO[str]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
+from gss.io.files import lock, write_file
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -152,9 +139,9 @@ def _already_there(target: Path, request: str, spans: list[Span], force: bool) -
 def _locked(work: Path) -> Iterator[None]:
     """Hold the work folder for this process alone."""
     work.mkdir(exist_ok=True)
-    with open(work / "lock", "w") as lock:
+    with open(work / "lock", "w") as held:
         try:
-            _lock(lock)
+            lock(held)
         except OSError as error:
             raise ValueError(
                 f"another gss prepare is at work in {work}: wait for it, or choose another --out"

@@ -4,12 +4,6 @@ Either folder is written beside its place and renamed, so that it is there whole
 what the weights and ids mean is the model's and the tokenizer's.
 """
 
-import errno
-import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +15,10 @@ from gss.hf.card import model_card
 from gss.hf.config import GSSConfig
 from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
-from gss.loading import load
+from gss.io.checkpoint import save
+from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.lm import load
 from gss.model import LanguageModel
-from gss.train.checkpoint import save
 
 _RUN = "gss.json"
 """What of a run a folder of `transformers` has no place for: the step, the run's configuration and its data."""
@@ -32,12 +27,12 @@ _RUN = "gss.json"
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
     folder, target = Path(run), Path(out)
-    _require_room(target)
+    require_new(target)
     model, tokenizer, step, _ = load(folder, step=step)
-    settings, data = _read(folder / "config.json"), _read(folder / "data.json")
+    settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     if data:
         data.pop("folder", None)  # a path of the machine that trained
-    with _written(target) as aside:
+    with written_folder(target) as aside:
         try:
             GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
         except SafetensorError as error:
@@ -47,8 +42,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
         convert_tokenizer(tokenizer).save_pretrained(aside)
         tokenizer.save(aside / VOCABULARY)
         card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
-        (aside / "README.md").write_text(card, encoding="utf-8")
-        _write(aside / _RUN, {"step": step, "config": settings, "data": data})
+        write_file(aside / "README.md", card)
+        write_json(aside / _RUN, {"step": step, "config": settings, "data": data})
     return target
 
 
@@ -59,8 +54,8 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     training with `gss train`.
     """
     source, target = Path(folder), Path(out)
-    _require_room(target)
-    if _read(source / "config.json").get("model_type") != GSSConfig.model_type:
+    require_new(target)
+    if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
         raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
     known = _read_run(source / _RUN)
     tokenizer, model = read_vocabulary(source), _read_model(source)
@@ -71,11 +66,11 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
         )
     if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters()):
         model = model.float()  # runs hold full precision
-    with _written(target) as aside:
+    with written_folder(target) as aside:
         # The configuration last, over what the run's was: the model may have grown a vocabulary since.
-        _write(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
+        write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
         if known["data"]:
-            _write(aside / "data.json", known["data"])
+            write_json(aside / "data.json", known["data"])
         tokenizer.save(aside / "tokenizer")
         tensors = {"model": model.state_dict()}
         save(aside / "checkpoints", known["step"], tensors, {"imported": True})
@@ -108,7 +103,7 @@ def _read_model(source: Path) -> LanguageModel:
 
 def _read_run(path: Path) -> dict[str, Any]:
     """What a folder keeps of the run that it is from, as far as it does."""
-    known = {"step": 0, "config": {}, "data": {}, **_read(path)}
+    known = {"step": 0, "config": {}, "data": {}, **read_json(path)}
     step = known["step"]
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"{path} does not describe a run: its step is {step!r}, not a whole number")
@@ -116,47 +111,3 @@ def _read_run(path: Path) -> dict[str, Any]:
         if not isinstance(known[name], dict):
             raise ValueError(f"{path} does not describe a run: its {name} is {known[name]!r:.40}, not an object")
     return known
-
-
-def _require_room(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there and is not an empty folder: choose another")
-
-
-@contextmanager
-def _written(target: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when all went well and is gone when not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.aside-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        yield aside
-        aside.replace(target)  # also onto an empty folder
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(
-            error.errno,
-            f"no room left to write {target} ({os.strerror(error.errno)}): free some and give the same command again; "
-            "nothing is left of it",
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file, or nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return values
-
-
-def _write(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -112,7 +112,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
         state = None if past_key_values is None else past_key_values.state
         if state is None or input_ids.shape[-1] > 1:  # tokens of a step were chosen from the vocabulary
-            self._check(input_ids)
+            self.model.check_tokens(input_ids)
         if attention_mask is None:
             hidden, state = self.model.hidden(input_ids, state, use_cache)
         else:
@@ -140,16 +140,6 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         counted = targets != _IGNORED
         total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
         return total / (counted.sum() if items is None else items)
-
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.numel() == 0:
-            raise ValueError(f"input_ids must be token ids [batch, length], not of shape {list(tokens.shape)}")
-        least, most = (int(bound) for bound in tokens.aminmax())
-        if least < 0 or most >= self.config.vocab_size:
-            raise ValueError(
-                f"token id {least if least < 0 else most} is outside the vocabulary of {self.config.vocab_size}: "
-                "is the tokenizer the one this model was trained with?"
-            )
 
     def _mask(self, mask: Tensor, tokens: Tensor) -> Tensor:
         """The columns of the mask that the tokens stand in: the last ones."""

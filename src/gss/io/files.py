@@ -1,23 +1,88 @@
-"""Files that are never half-written under their names, and JSON that every reader takes."""
+"""Files and folders that are never half-written under their names; locks; JSON that every reader takes.
 
+Everything is written aside and renamed once it has reached the disk, on Linux, macOS and Windows. Imports no torch.
+"""
+
+import errno
+import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write aside and rename: a reader finds the old file or the new one, whole."""
-    aside = path.with_name(f".{path.name}.aside-{os.getpid()}")
+def write_file(path: str | Path, content: bytes | str) -> None:
+    """Write a file whole or not at all; text is written as UTF-8 with `\\n` at the ends of lines."""
+    with written_file(path) as aside:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: str | Path, values: Any) -> None:
+    """Write plain data as JSON for people to read."""
+    write_file(path, json.dumps(values, indent=2) + "\n")
+
+
+@contextmanager
+def written_file(path: str | Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` when all went well and is gone when not."""
+    target = Path(path)
+    aside = _aside(target)
     try:
-        with aside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        yield aside
+        sync(aside)
+        aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def require_new(target: Path) -> None:
+    """Refuse a place for a folder where something is; an empty folder may be there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there and is not an empty folder: choose another")
+
+
+@contextmanager
+def written_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when all went well and is gone when not."""
+    require_new(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = _aside(target)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        if target.is_dir():
+            target.rmdir()  # empty; Windows renames onto nothing that is there
+        aside.rename(target)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise OSError(
+            error.errno,
+            f"no room left to write {target} ({os.strerror(error.errno)}): free some and give the same command again; "
+            "nothing is left of it",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or nothing where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return values
 
 
 def finite(value: Any) -> Any:
@@ -27,3 +92,34 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Windows has no such wait for folders."""
+    if sys.platform == "win32":
+        if path.is_dir():
+            return
+        flags = os.O_RDWR  # it flushes only what may be written
+    else:
+        flags = os.O_RDONLY
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(file: IO[Any]) -> None:
+    """Take a file for this process alone until it is closed; OSError where another process has it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.aside-{os.getpid()}")

@@ -16,6 +16,7 @@ def dense(
     stream, which the config may start at zero.
     """
     layer = nn.Linear(inputs, outputs * blocks, bias=config.bias if bias is None else bias)
+    layer.blocks = blocks  # type: ignore[assignment]  # Muon takes each for a matrix of its own
     for block in layer.weight.chunk(blocks):
         nn.init.xavier_uniform_(block)
     if last and config.zero_outputs:

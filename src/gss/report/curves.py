@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gss.evaluate import Evaluation, PositionLoss
+from gss.evaluation import Evaluation, PositionLoss
 from gss.paper import PERPLEXITY
 from gss.report.figures import Line, Panel, Picture
 from gss.report.runs import RunRecord

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gss.config import ModelConfig, from_mapping
-from gss.loading import Loaded, load
-from gss.train.checkpoint import checkpoints
-from gss.train.folder import read_metrics
+from gss.io.checkpoint import checkpoints
+from gss.io.runs import read_metrics
+from gss.lm import LM, load
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RunRecord:
     """As in data.json."""
     sample: str | None = None
     """The newest text in samples/."""
-    loaded: Loaded | None = None
+    loaded: LM | None = None
     """The newest good checkpoint; None where there is none."""
     trouble: str = ""
     """Why there are no weights."""

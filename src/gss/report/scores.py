@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gss.data import Dataset, open_dataset, require_same
-from gss.evaluate import Evaluation, LengthResult, PositionLoss, evaluate, reachable_lengths
+from gss.evaluation import Evaluation, LengthResult, PositionLoss, evaluate, reachable_lengths
 from gss.io.files import finite, write_file
 from gss.report.runs import RunRecord
 

@@ -12,8 +12,8 @@ from gss.report.page import Card, Table
 from gss.report.runs import RunRecord
 from gss.report.scores import Scores, same_tokens
 from gss.report.theme import run_variable, tokens
-from gss.train.config import flattened
-from gss.train.progress import duration
+from gss.training.config import flattened
+from gss.training.progress import duration
 
 
 def card(run: RunRecord, score: Scores, index: int) -> Card:

@@ -13,12 +13,12 @@ import torch
 from gss.accounting import account
 from gss.bench.results import hardware, source_commit, versions
 from gss.data import Dataset, open_dataset
-from gss.evaluate import PAPER_LENGTHS, evaluate, reachable_lengths
-from gss.loading import load
+from gss.evaluation import PAPER_LENGTHS, evaluate, reachable_lengths
+from gss.io.runs import read_metrics
+from gss.lm import load
 from gss.model import LanguageModel
 from gss.reproduce.results import WHOLE
 from gss.reproduce.trials import HELD_OUT, Trial
-from gss.train.folder import read_metrics
 
 # Tokens read at a time, and side by side.
 _PIECE = {"cuda": 16_384, "cpu": 4096}

@@ -14,7 +14,7 @@ from typing import Any
 from gss.config import to_mapping
 from gss.io.files import finite, write_file
 from gss.reproduce.trials import Trial
-from gss.train.config import differences
+from gss.training.config import differences
 
 FORMAT = 1
 WHOLE = "whole"

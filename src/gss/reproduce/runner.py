@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from gss.io import checkpoint
+from gss.io.devices import pick_device
 from gss.io.files import write_file
-from gss.loading import load
+from gss.lm import load
 from gss.model import LanguageModel
 from gss.recipes import recipe_path
 from gss.reproduce.measure import measured
@@ -25,9 +27,8 @@ from gss.reproduce.results import ResultStore
 from gss.reproduce.settings import Target, recipe_name
 from gss.reproduce.tables import report_text
 from gss.reproduce.trials import Trial
-from gss.train import checkpoint, train
-from gss.train.config import TrainConfig
-from gss.train.distributed import pick_device
+from gss.training import train
+from gss.training.config import TrainConfig
 
 Show = Callable[[str, float], None]
 Bar = Callable[[str], AbstractContextManager[Show]]

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from gss.recipes import read_recipe
-from gss.train.config import flattened
+from gss.training.config import flattened
 
 Settings = Mapping[str, Any]
 """Fields of a `TrainConfig` by dotted name."""

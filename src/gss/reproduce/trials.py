@@ -14,7 +14,7 @@ from gss.config import override
 from gss.data import open_dataset
 from gss.data.shards import MANIFEST, read_manifest
 from gss.reproduce.settings import Scale, System, Target, paper_corpus, preset_name, settings_of
-from gss.train.config import TrainConfig, resolve
+from gss.training.config import TrainConfig, resolve
 
 TRAIN, HELD_OUT = "train", "valid"
 _LOG_LINES = 20

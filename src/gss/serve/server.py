@@ -15,7 +15,7 @@ import torch
 import uvicorn
 
 from gss.data import usable_cores
-from gss.loading import Loaded
+from gss.lm import LM
 from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.completions import post_to_loops
@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
-    loaded: Loaded,
+    loaded: LM,
     *,
     name: str,
     host: str = "127.0.0.1",

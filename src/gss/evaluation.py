@@ -8,22 +8,24 @@ the state carried inside it, which is exact, so memory is bounded by the piece a
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from gss.data import Dataset
+from gss.data import Dataset, open_dataset, require_same
 from gss.model import LanguageModel
+from gss.precision import resolved, running
+from gss.scoring import PIECE, ScoredPiece, score_sequences
+
+if TYPE_CHECKING:
+    from gss.lm import LM
 
 PAPER_LENGTHS = (512, 4096, 16_384, 65_536)
 _UNBOUNDED_LIMIT = 4096
-# Rows of logits held at a time.
-_LOGIT_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LengthResult:
     """None: whole documents, the state carried."""
     tokens: int
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     standard_error: float
     """Of the loss, documents being the independent draws; NaN for a single document."""
     word_perplexity: float
@@ -69,7 +71,12 @@ class LengthResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A row a length, over the same targets."""
+    """A row for each length, over the same targets.
+
+    >>> result = gss.evaluate(gss.load(run), corpus, [64], max_tokens=500)
+    >>> result.tokens, result.rows[0].perplexity > 1
+    (500, True)
+    """
 
     rows: tuple[LengthResult, ...]
     documents: int
@@ -78,7 +85,7 @@ class Evaluation:
 
 
 def windows(document_lengths: Sequence[int], length: int | None) -> list[Window]:
-    """Every document's targets cut into windows of at most `length` (None: one window a document)."""
+    """Every document's targets cut into windows of at most `length` (None: one window per document)."""
     cut = []
     for document, total in enumerate(document_lengths):
         size = length or total
@@ -96,30 +103,40 @@ def reachable_lengths(
     return [length for length in PAPER_LENGTHS if length <= limit] or [limit]
 
 
-@torch.no_grad()
 def evaluate(
-    model: LanguageModel,
-    dataset: Dataset,
+    model: "LM | LanguageModel",
+    dataset: Dataset | str | Path,
     lengths: Sequence[int | None] = PAPER_LENGTHS,
     *,
+    split: str = "valid",
     max_tokens: int | None = None,
-    piece: int = 4096,
+    piece: int = PIECE,
     batch_tokens: int = 16_384,
-    device: torch.device | str | None = None,
-    precision: str = "fp32",
+    precision: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score a split at each length (None: whole documents with the state carried).
 
+    dataset         what `gss.data.open_dataset` gives, or the folder of a corpus, of which `split` is scored
     max_tokens      score the first documents up to this many targets, the last of them cut; None: all
     piece           tokens read at a time; more is faster and takes more memory
     batch_tokens    tokens read side by side, when windows are short enough to have several
-    precision       "fp32" or "bf16" (autocast)
+    precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that has it
     report          called with the targets scored so far and in all
+
+    >>> lm = gss.load(run)
+    >>> result = gss.evaluate(lm, corpus, [64, None])
+    >>> [row.length for row in result.rows]
+    [64, None]
     """
+    if not isinstance(dataset, Dataset):
+        dataset = open_dataset(dataset, split)
+    if not isinstance(model, LanguageModel):
+        require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
+        model = model.model
     counts = _selected(dataset, max_tokens)
-    _check(lengths, counts, piece, batch_tokens, precision)
-    device = torch.device(device or model.embedding.weight.device)
+    _check(lengths, counts, piece, batch_tokens)
+    precision = resolved(precision, model)
     training = model.training
     model.eval()
     try:
@@ -128,9 +145,9 @@ def evaluate(
         for length in lengths:
             tally = _Tally(len(counts), length or max(counts))
             for batch in _batches(windows(counts, length), piece, batch_tokens):
-                with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
-                    for first, losses, mask in _scores(model, dataset, batch, piece, device):
-                        tally.add(batch[: len(mask)], first, losses, mask)
+                with running(model, precision):
+                    for part in score_sequences(model, [_ids(dataset, window) for window in batch], piece=piece):
+                        tally.add(batch[: len(part.counted)], part)
                 done += sum(window.stop - window.start for window in batch)
                 report(done, total)
             rows.append(tally.result(length, counts, dataset))
@@ -153,7 +170,7 @@ def _selected(dataset: Dataset, max_tokens: int | None) -> list[int]:
     return counts
 
 
-def _check(lengths: Sequence[int | None], counts: list[int], piece: int, batch_tokens: int, precision: str) -> None:
+def _check(lengths: Sequence[int | None], counts: list[int], piece: int, batch_tokens: int) -> None:
     if not lengths:
         raise ValueError("no lengths to evaluate at: give at least one, for example 512")
     for length in lengths:
@@ -166,8 +183,6 @@ def _check(lengths: Sequence[int | None], counts: list[int], piece: int, batch_t
             )
     if min(piece, batch_tokens) < 1:
         raise ValueError("piece and batch_tokens must be at least 1")
-    if precision not in ("fp32", "bf16"):
-        raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
 
 
 def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[Window]]:
@@ -181,43 +196,11 @@ def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[
         first += rows
 
 
-def _scores(
-    model: LanguageModel, dataset: Dataset, batch: list[Window], piece: int, device: torch.device
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each piece: its first position in the windows, the losses [B, L] of its targets and which of them count.
-    Windows come longest first, and those that have ended are no rows any more."""
-    longest = batch[0].stop - batch[0].start
-    state = None
-    for first in range(0, longest, piece):
-        length = min(piece, longest - first)
-        live = [window for window in batch if window.stop - window.start > first]
-        if state is not None and len(live) < state.batch:
-            state = state.select(range(len(live)))
-        stream = np.full((len(live), length + 1), dataset.eos_id, dtype=np.int64)
-        mask = np.zeros((len(live), length), dtype=bool)
-        for row, window in enumerate(live):
-            begin = window.start + first
-            count = min(length, window.stop - begin)
-            document = int(dataset.starts[window.document])
-            before = 1 if begin else 0  # the document's first target follows the end-of-document id
-            wanted = dataset.tokens[document + begin - before : document + begin + count]
-            stream[row, 1 - before : 1 + count] = wanted
-            mask[row, :count] = True
-        tokens = torch.from_numpy(stream).to(device)
-        hidden, state = model.hidden(tokens[:, :-1], state, keep_state=first + length < longest)
-        yield first, _token_losses(model, hidden, tokens[:, 1:]), torch.from_numpy(mask)
-
-
-def _token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """−log p of every target, [B, L] float64 on the CPU, a few rows of logits at a time."""
-    rows = max(1, _LOGIT_ELEMENTS // model.config.vocab_size)
-    parts = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-    losses = [_cross_entropy(model.logits(part), target) for part, target in parts]
-    return torch.cat(losses).view(targets.shape).double().cpu()
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+def _ids(dataset: Dataset, window: Window) -> npt.NDArray[np.int64]:
+    """The targets of a window after the id before them: a document's first follows the end-of-document id."""
+    begin = int(dataset.starts[window.document])
+    before = dataset.tokens[begin + window.start - 1] if window.start else dataset.eos_id
+    return np.concatenate([[before], dataset.tokens[begin + window.start : begin + window.stop]]).astype(np.int64)
 
 
 class _Tally:
@@ -229,14 +212,14 @@ class _Tally:
         self.position_sums = torch.zeros(bins, dtype=torch.float64)
         self.position_counts = torch.zeros(bins, dtype=torch.int64)
 
-    def add(self, batch: list[Window], first: int, losses: Tensor, mask: Tensor) -> None:
-        losses = torch.where(mask, losses, 0.0)
+    def add(self, batch: list[Window], part: ScoredPiece) -> None:
+        losses = -part.log_probability
         document = torch.tensor([window.document for window in batch])
         self.by_document.index_add_(0, document, losses.sum(1))
-        position = torch.arange(first, first + losses.shape[1])
+        position = torch.arange(part.first, part.first + losses.shape[1])
         bins = torch.ceil(torch.log2(position.double() + 1)).long()
         self.position_sums.index_add_(0, bins, losses.sum(0))
-        self.position_counts.index_add_(0, bins, mask.sum(0))
+        self.position_counts.index_add_(0, bins, part.counted.sum(0))
 
     def result(self, length: int | None, counts: list[int], dataset: Dataset) -> LengthResult:
         tokens = sum(counts)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from gss.io.files import sync
+
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
+MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
+"""Groups of tensors, each a file."""
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = ".aside-"  # folders being written or deleted; whatever has this prefix is no checkpoint
 _FORMAT = 1
@@ -58,19 +62,19 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
                 {name: tensor.detach().contiguous() for name, tensor in members.items()},
                 aside / f"{group}.safetensors",
             )
-        _write(aside / TRAINER, _json(trainer))
+        (aside / TRAINER).write_bytes(_json(trainer))
         names = sorted(path.name for path in aside.iterdir())
         files = {name: _size_and_hash(aside / name) for name in names}
-        _write(aside / MANIFEST, _manifest(step, files))
+        (aside / MANIFEST).write_bytes(_manifest(step, files))
         usual = (aside / TRAINER).stat().st_mode
         for path in aside.iterdir():
             path.chmod(usual)  # safetensors makes files that nobody else may read
-            _sync(path)
-        _sync(aside)
+            sync(path)
+        sync(aside)
         if final.exists():  # a damaged one, or one of a run that was put back to an earlier step
             _retire(final)
         aside.rename(final)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             _remove(aside)
@@ -82,8 +86,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
     return final
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written; DamagedCheckpointError for any other."""
+def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file is as it was written; DamagedCheckpointError for any other.
+
+    With `groups` the contents of other groups' files are not read: they may be many times as large.
+    """
     manifest = _read_manifest(path)
     found = {entry.name for entry in path.iterdir()} - {MANIFEST}
     wrong = [f"{name} is missing" for name in manifest["files"].keys() - found]
@@ -94,7 +101,7 @@ def verify(path: Path) -> dict[str, Any]:
             size = (path / name).stat().st_size
             if size != expected["size"]:
                 wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
-            elif _size_and_hash(path / name)["sha256"] != expected["sha256"]:
+            elif _wanted(name, groups) and _size_and_hash(path / name)["sha256"] != expected["sha256"]:
                 wrong.append(f"{name} has other contents than were written")
         except OSError as error:
             wrong.append(f"{name} cannot be read ({error.strerror})")
@@ -103,16 +110,20 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path) -> Checkpoint:
-    """A checkpoint, verified, its tensors on the CPU."""
-    manifest = verify(path)
+def load(path: Path, groups: Collection[str] | None = None, *, verified: bool = False) -> Checkpoint:
+    """A checkpoint, or some groups of it, on the CPU; verified here unless it has been already."""
+    manifest = _read_manifest(path) if verified else verify(path, groups)
     tensors = {
         name.removesuffix(".safetensors"): safetensors.torch.load_file(path / name)
         for name in manifest["files"]
-        if name.endswith(".safetensors")
+        if name.endswith(".safetensors") and _wanted(name, groups)
     }
     trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     return Checkpoint(path, manifest["step"], tensors, trainer)
+
+
+def _wanted(name: str, groups: Collection[str] | None) -> bool:
+    return groups is None or not name.endswith(".safetensors") or name.removesuffix(".safetensors") in groups
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -123,12 +134,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with each newer one."""
+def newest_good(folder: Path, groups: Collection[str] | None = None) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies (see `verify`), and what is wrong with each newer one."""
     damaged = []
     for path in reversed(checkpoints(folder)):
         try:
-            verify(path)
+            verify(path, groups)
         except DamagedCheckpointError as error:
             damaged.append(str(error))
         else:
@@ -201,21 +212,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
 def _size_and_hash(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:

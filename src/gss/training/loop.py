@@ -7,32 +7,37 @@ step is, how a checkpoint looks and where files lie is known elsewhere.
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gss.accounting import flops_per_token
 from gss.config import to_mapping
 from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset, read_manifest
-from gss.data.shards import verify_files
+from gss.io import checkpoint
 from gss.model import build_model
-from gss.train import checkpoint, probe, snapshot
-from gss.train.config import TrainConfig, differences, flattened
-from gss.train.distributed import World, gathered, joined, reshard
-from gss.train.folder import RunFolder, data_facts
-from gss.train.interrupt import Interrupt
-from gss.train.progress import Progress, matmul_rate, perplexity
-from gss.train.step import Stepper, StepResult
+from gss.training import probe, snapshot
+from gss.training.config import TrainConfig, differences, flattened, resolve
+from gss.training.distributed import World, gathered, joined, reshard
+from gss.training.folder import RunFolder, UnchangedData, data_facts
+from gss.training.interrupt import Interrupt
+from gss.training.progress import Progress, matmul_rate, perplexity
+from gss.training.step import Stepper, StepResult
 
+_Found = TypeVar("_Found")
 BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended."""
+    """How a call of `train` ended.
+
+    >>> gss.TrainResult(run=folder, step=100, loss=2.5).signal is None
+    True
+    """
 
     run: Path
     step: int
@@ -44,49 +49,57 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig,
+    config: TrainConfig | str,
     data: str | Path,
     out: str | Path,
     *,
+    recipe: str | Path | None = None,
     allow: Sequence[str] = (),
     quiet: bool = False,
+    **settings: Any,
 ) -> TrainResult:
     """Train, or go on training, in the folder `out` on the prepared corpus `data`.
 
-    A folder with checkpoints is resumed from the newest good one, and must be the same run: same model, batches,
-    optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to train longer.
-    Under torchrun every process calls this.
+    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file) and
+    settings if wanted. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
+    model, batches, optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to
+    train longer. Under torchrun every process calls this.
+
+    >>> small = {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}
+    >>> muon = {"name": "muon", "learning_rate": 0.01}
+    >>> result = gss.train("gss-tiny", corpus, folder, steps=2, length=64, batch_tokens=128, quiet=True,
+    ...                    model=small, optimizer=muon, report={"evaluate_every": 0, "sample_every": 0})
+    >>> result.step, gss.load(folder).step
+    (2, 2)
     """
+    if isinstance(config, str):
+        config = resolve(config, recipe, settings, read_manifest(data).tokenizer["vocab_size"])
+    elif recipe is not None or settings:
+        raise ValueError("a whole configuration takes no recipe and no settings: give a preset's name with them")
     _refuse_unknown(allow, config)
     with joined(config.device) as world:
         # One process reads all of the data against its hashes; the others wait for its word, then trust it.
-        dataset, error = None, None
-        if world.leads:
-            try:
-                dataset = open_dataset(data, "train")
-            except (OSError, ValueError) as caught:
-                error = caught
-        _agree(world, error)
+        dataset = _on_leader(world, lambda: open_dataset(data, "train"))
         dataset = dataset or open_dataset(data, "train", verify=False)
         folder = RunFolder(out)
         try:
-            error = None
-            if world.leads:
-                try:
-                    folder.open()
-                    checkpoint.clean(folder.checkpoints)
-                except (OSError, ValueError) as caught:
-                    error = caught
-            _agree(world, error)
+            _on_leader(world, folder.open)
             return _Run(config, dataset, folder, world, allow, quiet).go()
         finally:
             folder.close()
 
 
-def _agree(world: World, error: Exception | None) -> None:
-    """Stop everywhere when the leader met an error."""
+def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
+    """What the leading process finds, None elsewhere. An error there stops every process."""
+    found, error = None, None
+    if world.leads:
+        try:
+            found = action()
+        except (OSError, ValueError) as caught:
+            error = caught
     if world.any(error is not None):
         raise error or ValueError("the first process stopped; its message says why")
+    return found
 
 
 class _Run:
@@ -118,9 +131,9 @@ class _Run:
         )
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
-        self._data_seen = self._data_state()
+        self._data = UnchangedData(dataset)
         self._flops = 3 * flops_per_token(config.model, config.length)
-        self._peak = matmul_rate(world.device, torch.bfloat16 if self.stepper.autocast else torch.float32)
+        self._peak = matmul_rate(world.device, torch.bfloat16 if self.stepper.precision == "bf16" else torch.float32)
         self._clock = time.perf_counter()
         self._saved_at: int | None = None
         self._resume(set(allow))
@@ -169,17 +182,11 @@ class _Run:
 
     def _resume(self, allow: set[str]) -> None:
         """Load the newest good checkpoint if there is any; refuse to go on as another run."""
-        world, error, step = self.world, None, -1
-        if world.leads:
-            try:
-                step = self._find_checkpoint()
-            except (OSError, ValueError) as caught:
-                error = caught
-        _agree(world, error)
-        step = world.from_leader(step)
+        found = _on_leader(self.world, self._find_checkpoint)
+        step = self.world.from_leader(-1 if found is None else found)
         if step < 0:
             return
-        saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}")
+        saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
         _refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
@@ -258,8 +265,8 @@ class _Run:
         """Every process evaluates the same (under FSDP2 each holds a part of the model); the leader writes."""
         if self.validation is None:
             return
-        precision = "bf16" if self.stepper.autocast else "fp32"
-        losses = probe.validation_losses(self.stepper.model, self.validation, self.config, self.world.device, precision)
+        stepper = self.stepper
+        losses = probe.validation_losses(stepper.model, self.validation, self.config, stepper.precision)
         reshard(self.stepper.model)
         for length, loss in losses.items():
             self._write([{"kind": "evaluation", "step": self.step, "length": length, "loss": loss}])
@@ -280,48 +287,25 @@ class _Run:
         if self._saved_at == self.step:
             return
         tensors, scalars = snapshot.take(self.stepper)
-        error: Exception | None = None
-        if self.world.leads:
-            try:
-                self._refuse_changed_data()
-                trainer = {
-                    "step": self.step,
-                    "config": to_mapping(self.config),
-                    "data": data_facts(self.dataset),
-                    "optimizer": scalars,
-                    "processes": self.world.size,
-                }
-                checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
-                keep = self.config.checkpoint
-                checkpoint.retain(self.folder.checkpoints, self.step, keep.keep_last, keep.keep_every)
-            except (OSError, ValueError) as caught:
-                error = caught
-        _agree(self.world, error)
+        trainer = {
+            "step": self.step,
+            "config": to_mapping(self.config),
+            "data": data_facts(self.dataset),
+            "optimizer": scalars,
+            "processes": self.world.size,
+        }
+        _on_leader(self.world, lambda: self._write_checkpoint(tensors, trainer))
         self._saved_at = self.step
 
-    def _data_state(self) -> list[tuple[int, int, int]]:
-        """What tells without reading it that a file of the data was touched."""
-        if self.dataset.folder is None or self.dataset.manifest is None:
-            return []
-        files = self.dataset.manifest.splits[self.dataset.split]["files"]
-        states = [(self.dataset.folder / name).stat() for name in sorted(files)]
-        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
-
-    def _refuse_changed_data(self) -> None:
-        dataset = self.dataset
-        if dataset.folder is None or dataset.manifest is None:
-            return
-        try:
-            verify_files(dataset.folder, dataset.manifest.splits[dataset.split]["files"], contents=False)
-            same = read_manifest(dataset.folder).hash == dataset.hash and self._data_state() == self._data_seen
-            what = "" if same else f"the files in {dataset.folder} are not those that the run started with"
-        except (OSError, ValueError) as error:
-            what = str(error)
-        if what:
+    def _write_checkpoint(self, tensors: snapshot.Groups, trainer: dict[str, Any]) -> None:
+        if what := self._data.changed():
             raise ValueError(
                 f"the data changed under the run, so step {self.step:,} was not saved: {what}. Put the data back "
                 f"and give the same command again; it goes on from {self._newest()}"
             )
+        checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
+        keep = self.config.checkpoint
+        checkpoint.retain(self.folder.checkpoints, self.step, keep.keep_last, keep.keep_every)
 
     def _newest(self) -> str:
         return "the start" if self._saved_at is None else f"step {self._saved_at:,}"

@@ -1,28 +1,48 @@
 """What a training run is: its model, its batches, its optimizer and its habits, as frozen dataclasses.
 
-Imports no torch. `resolve` puts a run together from a preset, a TOML file and `key=value` overrides; `differences`
+Imports no torch. `resolve` puts a run together from a preset, a recipe and settings; `differences`
 says what of two runs is not the same, leaving out what does not change the result beyond rounding.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from gss.config import ModelConfig, override, parse_assignments, read_toml, to_mapping
 from gss.presets import preset
+from gss.recipes import read_recipe
+from gss.training.schedule import SCHEDULES
+
+
+def _check_choice(config: Any, name: str, prefix: str = "") -> None:
+    """Refuse a value that the field's type does not list."""
+    choices = get_args(get_type_hints(type(config))[name])
+    if getattr(config, name) not in choices:
+        raise ValueError(f"{prefix}{name} cannot be {getattr(config, name)!r}; choose from: {', '.join(choices)}")
+
+
+def _check_least(config: Any, prefix: str = "", **bounds: int) -> None:
+    """Refuse values under their bounds; None is no value."""
+    for name, least in bounds.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"{prefix}{name} must be at least {least}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, its groups' rates and the schedule. Defaults are the paper's."""
 
-    name: Literal["adamw", "adafactor"] = "adamw"
-    """AdamW (the paper's), or Adafactor, which the Block-Recurrent Transformers were trained with: there rates are
-    relative to each parameter's own size."""
+    name: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """AdamW (the paper's); Adafactor, which the Block-Recurrent Transformers were trained with: there rates are
+    relative to each parameter's own size; or Muon, whose steps on the layers' matrices are orthogonal, with AdamW for
+    everything else: it learns more from few steps, at the same rates as AdamW or somewhat higher ones."""
     learning_rate: float = 1.6e-3
     """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
-    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    matrix_learning_rate: float | None = None
+    """Base rate of the layers' matrices, on the same schedule. None: `learning_rate`."""
+    schedule: str = "cosine"
     """After the warm-up: a cosine to the final rate at the last step, or as 1/√step, never under the final rate."""
     final_learning_rate: float = 1e-6
     """Where the schedule ends."""
@@ -45,12 +65,12 @@ class OptimizerConfig:
     """Largest norm of all gradients together."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("name", ("adamw", "adafactor")), ("schedule", ("cosine", "inverse_sqrt"))):
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise ValueError(f"optimizer.{name} cannot be {given!r}; choose from: {', '.join(choices)}")
-        for name in ("learning_rate", "state_space_learning_rate", "embedding_factor", "epsilon", "clip_norm"):
-            if not getattr(self, name) > 0:
+        _check_choice(self, "name", "optimizer.")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optimizer.schedule cannot be {self.schedule!r}; choose from: {', '.join(SCHEDULES)}")
+        rates = ("learning_rate", "matrix_learning_rate", "state_space_learning_rate")
+        for name in (*rates, "embedding_factor", "epsilon", "clip_norm"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"optimizer.{name} must be over 0, not {getattr(self, name)!r}")
         for name in ("final_learning_rate", "weight_decay", "warmup_steps"):
             if not getattr(self, name) >= 0:
@@ -71,10 +91,7 @@ class CheckpointConfig:
     """Also keep those whose step is a multiple of this. None: only the newest."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("keep_last", 2), ("keep_every", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"checkpoint.{name} must be at least {least}, not {value!r}")
+        _check_least(self, "checkpoint.", every=1, keep_last=2, keep_every=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +116,18 @@ class ReportConfig:
     """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("log_every", 1),
-            ("evaluate_every", 0),
-            ("evaluate_tokens", 1),
-            ("sample_every", 0),
-            ("sample_tokens", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"report.{name} must be at least {least}, not {getattr(self, name)!r}")
+        least = {"log_every": 1, "evaluate_every": 0, "evaluate_tokens": 1, "sample_every": 0, "sample_tokens": 1}
+        _check_least(self, "report.", **least)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. Defaults are the paper's for long documents: 125k steps of 128 segments of 4,096 tokens."""
+    """A training run. Defaults are the paper's for long documents: 125k steps of 128 segments of 4,096 tokens.
+
+    >>> config = gss.TrainConfig(preset="gss-tiny", model=gss.preset("gss-tiny"), length=512, batch_tokens=4096)
+    >>> config.rows
+    8
+    """
 
     preset: str = "gss"
     """Name of the preset that the model started from."""
@@ -149,17 +164,9 @@ class TrainConfig:
     """Progress, evaluation, samples."""
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("batching", ("segments", "lanes", "packed")),
-            ("precision", ("auto", "fp32", "bf16")),
-            ("parallel", ("ddp", "fsdp2")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} cannot be {getattr(self, name)!r}; choose from: {', '.join(choices)}")
-        for name in ("steps", "length", "batch_tokens", "micro_batch_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value!r}")
+        for name in ("batching", "precision", "parallel"):
+            _check_choice(self, name)
+        _check_least(self, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
@@ -191,20 +198,21 @@ _FREE = {
 
 def resolve(
     preset_name: str | None = None,
-    config_file: str | Path | None = None,
-    assignments: Iterable[str] = (),
+    recipe: str | Path | None = None,
+    settings: Iterable[str] | Mapping[str, Any] = (),
     vocab_size: int | None = None,
 ) -> TrainConfig:
-    """A run from a preset's name, a TOML file and `key=value` overrides, each overriding the one before it.
+    """A run from a preset's name, a recipe and settings, each overriding the one before it.
 
-    The preset named here wins over the file's; the file's and the overrides' `model` settings win over the
-    preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's.
+    A recipe is a TOML file, or the name of one that comes with the package; settings are `key=value` texts or a
+    mapping. The preset named here wins over the recipe's; the recipe's and the settings' `model` settings win over
+    the preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's.
     """
-    values = {} if config_file is None else read_toml(config_file)
-    sets = parse_assignments(assignments)
+    values = {} if recipe is None else _read_recipe(recipe)
+    sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
     name = sets.pop("preset", None) or preset_name or values.get("preset")
     if not name:
-        raise ValueError("which model? give --preset NAME, or preset = NAME in the config file (see gss presets)")
+        raise ValueError("which model? give --preset NAME, or preset = NAME in the recipe (see gss presets)")
     model = preset(name)
     if vocab_size is not None:
         model = override(model, {"vocab_size": vocab_size})
@@ -216,6 +224,12 @@ def resolve(
             "leave model.vocab_size out to take the data's"
         )
     return config
+
+
+def _read_recipe(recipe: str | Path) -> dict[str, Any]:
+    if Path(recipe).suffix or Path(recipe).is_file():
+        return read_toml(recipe)
+    return read_recipe(str(recipe))
 
 
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -1,16 +1,9 @@
-"""The run folder: everything about one run, readable without this library.
+"""The run folder as training writes it: what the run is, its metrics and its samples (`gss.io.runs` reads it).
 
-    config.json        the resolved configuration        environment.json  versions, machine, command
-    data.json          which data, by hash               tokenizer/        the vocabulary
-    metrics.jsonl      a row a step, and evaluations     samples/          text by step
-    checkpoints/       see `checkpoint`
-
-Knows files and plain data; written by the leading process only.
+Readable without this library. Knows files and plain data; written by the leading process only.
 """
 
-import fcntl
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -22,8 +15,12 @@ import torch
 
 import gss
 from gss.config import to_mapping
-from gss.data import Dataset
-from gss.train.config import TrainConfig
+from gss.data import Dataset, read_manifest
+from gss.data.shards import verify_files
+from gss.io import checkpoint
+from gss.io.files import lock, write_file, write_json
+from gss.io.runs import read_metrics
+from gss.training.config import TrainConfig
 
 
 class RunFolder:
@@ -36,7 +33,10 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
-        """Make the folder, or take it over; refuse one that is something else or that another process trains in."""
+        """Make the folder, or take it over; refuse one that is something else or that another process trains in.
+
+        What an interrupted save has left behind is deleted.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give a folder for the run")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
@@ -44,12 +44,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock)
         except OSError:
             self.close()
             raise ValueError(
                 f"another process is training in {self.path}: wait for it, or give another --out"
             ) from None
+        checkpoint.clean(self.checkpoints)
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -59,18 +60,18 @@ class RunFolder:
 
     def describe(self, config: TrainConfig, dataset: Dataset, world_size: int, device: torch.device) -> None:
         """Write what the run is. The environment is appended to, so that every start of the run is on record."""
-        _write_json(self.path / "config.json", to_mapping(config))
-        _write_json(self.path / "data.json", data_facts(dataset))
+        write_json(self.path / "config.json", to_mapping(config))
+        write_json(self.path / "data.json", data_facts(dataset))
         if dataset.manifest is not None:
             dataset.tokenizer().save(self.path / "tokenizer")
         path = self.path / "environment.json"
-        _write_json(path, [*_starts(path), _environment(world_size, device)])
+        write_json(path, [*_starts(path), _environment(world_size, device)])
 
     def cut_metrics(self, step: int) -> None:
         """Drop rows after a step: those of work that was lost with the process, which will be done again."""
         if self.metrics.exists():
             kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
-            _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows."""
@@ -93,17 +94,6 @@ def _starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last one that a kill cut short is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
 def data_facts(dataset: Dataset) -> dict[str, Any]:
     """What names the data of a run."""
     manifest = dataset.manifest
@@ -118,6 +108,34 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
     }
 
 
+class UnchangedData:
+    """Watches the files of a run's data."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._seen = self._state()
+
+    def changed(self) -> str:
+        """What is not as it was at the start; empty where all is."""
+        dataset = self._dataset
+        if dataset.folder is None or dataset.manifest is None:
+            return ""
+        try:
+            verify_files(dataset.folder, dataset.manifest.splits[dataset.split]["files"], contents=False)
+            same = read_manifest(dataset.folder).hash == dataset.hash and self._state() == self._seen
+        except (OSError, ValueError) as error:
+            return str(error)
+        return "" if same else f"the files in {dataset.folder} are not those that the run started with"
+
+    def _state(self) -> list[tuple[int, int, int]]:
+        """What tells without reading it that a file of the data was touched."""
+        if self._dataset.folder is None or self._dataset.manifest is None:
+            return []
+        files = self._dataset.manifest.splits[self._dataset.split]["files"]
+        states = [(self._dataset.folder / name).stat() for name in sorted(files)]
+        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+
+
 def _environment(world_size: int, device: torch.device) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,17 +148,3 @@ def _environment(world_size: int, device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
     }
-
-
-def _write_json(path: Path, values: Any) -> None:
-    _replace(path, json.dumps(values, indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write aside and rename, so that the file is never half-written under its name."""
-    aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

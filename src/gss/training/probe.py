@@ -1,17 +1,16 @@
 """Looks at a model in training: its loss on the validation split, and a sample of its text.
 
-The only place where training meets `gss.evaluate` and `gss.generate`. Under FSDP2 every process must call these
+The only place where training meets `gss.evaluation` and `gss.generate`. Under FSDP2 every process must call these
 alike: each holds a part of the model.
 """
 
 import numpy as np
-import torch
 
 from gss.data import Dataset, open_dataset
-from gss.evaluate import evaluate
+from gss.evaluation import evaluate
 from gss.generate import Sampling, generate
 from gss.model import LanguageModel
-from gss.train.config import TrainConfig
+from gss.training.config import TrainConfig
 
 VALIDATION = "valid"
 _SAMPLING = Sampling(temperature=0.8)
@@ -25,14 +24,14 @@ def open_validation(training: Dataset) -> Dataset | None:
 
 
 def validation_losses(
-    model: LanguageModel, validation: Dataset, config: TrainConfig, device: torch.device, precision: str
+    model: LanguageModel, validation: Dataset, config: TrainConfig, precision: str
 ) -> dict[int, float]:
     """Nats a token at each of the config's lengths; a length that no document reaches is cut to the longest."""
     report = config.report
     before = np.cumsum(validation.lengths) - validation.lengths
     longest = int(np.clip(report.evaluate_tokens - before, 0, validation.lengths).max())
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
-    result = evaluate(model, validation, lengths, max_tokens=report.evaluate_tokens, device=device, precision=precision)
+    result = evaluate(model, validation, lengths, max_tokens=report.evaluate_tokens, precision=precision)
     return {row.length: row.loss for row in result.rows if row.length is not None}
 
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from gss.io.devices import pick_device
 from gss.model import LanguageModel
-from gss.train.config import TrainConfig
+from gss.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,6 @@ def joined(device: str) -> Iterator[World]:
         yield World(chosen, rank, size)
     finally:
         dist.destroy_process_group()
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a config's name: cpu, cuda or auto."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device cannot be {name!r}; choose from: auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no GPU here: set device=cpu or device=auto")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} here): "
-            "start torchrun with --nproc-per-node of at most that many"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def prepare_layers(model: LanguageModel, config: TrainConfig) -> None:

@@ -14,9 +14,10 @@ from gss.data import Batch
 from gss.loss import next_token_loss
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
-from gss.train.config import TrainConfig
-from gss.train.distributed import World, gradients_synced, prepare_layers, replicate, shard
-from gss.train.optim import build_optimizer, clip_gradients, set_learning_rates
+from gss.precision import resolved, running
+from gss.training.config import TrainConfig
+from gss.training.distributed import World, gradients_synced, prepare_layers, replicate, shard
+from gss.training.optim import build_optimizer, clip_gradients, set_learning_rates
 
 
 class LossModule(nn.Module):
@@ -63,6 +64,7 @@ class Stepper:
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
         self.model, self.config, self.world = model.to(world.device), config, world
+        self.precision = resolved(config.precision, self.model)
         self.lanes: ModelState | None = None
         self._rows = config.rows // world.size
         self._micro_rows = self._rows
@@ -75,8 +77,6 @@ class Stepper:
         elif world.size > 1:
             self._module = replicate(self._module)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        precision = config.precision
-        self.autocast = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
         if config.batching == "lanes":
             self.lanes = self.model.initial_state(self._rows)
 
@@ -113,7 +113,7 @@ class Stepper:
                 state = carried.select(range(rows.start, rows.stop))
             starts = batch.starts[rows] if self.config.batching == "packed" else None
             with gradients_synced(self._module, self.model, last):
-                with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
+                with running(self.model, self.precision):
                     loss, kept = self._module(
                         batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, state, carried is not None
                     )

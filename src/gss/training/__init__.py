@@ -3,7 +3,7 @@
 config → loop → step (loss, optim, distributed) → snapshot → checkpoint
 """
 
-from gss.train.config import CheckpointConfig, OptimizerConfig, ReportConfig, TrainConfig, resolve
-from gss.train.loop import TrainResult, train
+from gss.training.config import CheckpointConfig, OptimizerConfig, ReportConfig, TrainConfig, resolve
+from gss.training.loop import TrainResult, train
 
 __all__ = ["CheckpointConfig", "OptimizerConfig", "ReportConfig", "TrainConfig", "TrainResult", "resolve", "train"]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gss.io.checkpoint import LANES, MODEL, OPTIMIZER
 from gss.nn.state import ModelState
-from gss.train.distributed import like, reshard, whole
-from gss.train.step import Stepper
+from gss.training.distributed import like, reshard, whole
+from gss.training.step import Stepper
 
-MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
 Groups = dict[str, dict[str, Tensor]]
 
 

@@ -1,0 +1,98 @@
+"""Reading a run folder: its config, its weights, its metrics; and states, to files and back.
+
+    config.json        the resolved configuration        environment.json  versions, machine, command
+    data.json          which data, by hash               tokenizer/        the vocabulary
+    metrics.jsonl      a row a step, and evaluations     samples/          text by step
+    checkpoints/       see `checkpoint`
+
+Needs nothing of training, and reads no more of a checkpoint than the weights.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from gss.config import ModelConfig, from_mapping
+from gss.io import checkpoint
+from gss.io.files import written_file
+from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """What a run folder's config.json says, the model at least."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.json (`gss train --out` makes one)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(f"{path} does not describe a run: it has no model")
+    return config
+
+
+def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tuple[LanguageModel, int]:
+    """A run's model in evaluation mode, and the step of its weights: the newest good ones, or those of a step."""
+    folder = run / "checkpoints"
+    if step is None:
+        path, damaged = checkpoint.newest_good(folder, [checkpoint.MODEL])
+        if path is None:
+            what = "; ".join(damaged) or "it has none"
+            raise ValueError(f"{run} has no checkpoint that can be read ({what}): restore one, or train again")
+        if damaged:
+            warnings.warn(f"{'; '.join(damaged)}; using the one before it", stacklevel=3)
+    else:
+        path = folder / f"step-{step:08d}"
+        if not path.is_dir():
+            raise ValueError(f"{run} has no checkpoint of step {step}: see {folder}")
+        checkpoint.verify(path, [checkpoint.MODEL])
+    saved = checkpoint.load(path, [checkpoint.MODEL], verified=True)
+    model = build_model(from_mapping(ModelConfig, config["model"]))
+    try:
+        model.load_state_dict(saved.tensors[checkpoint.MODEL])
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes") from error
+    return model.eval(), saved.step
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a last one that a kill cut short is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def save_state(state: ModelState, path: str | Path) -> None:
+    """Keep a state in a safetensors file: a long document is read once and continued as often as wanted.
+
+    >>> lm = gss.load(run)
+    >>> gss.save_state(lm.read("Once upon a time"), folder / "state.safetensors")
+    >>> state = gss.load_state(folder / "state.safetensors")
+    >>> text = lm.generate(" there was", state=state, max_tokens=10)
+    """
+    with written_file(path) as aside:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in state.named().items()}, aside)
+
+
+def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
+    """A state that `save_state` kept. The model that goes on from it checks that it is its own.
+
+    >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
+    >>> gss.load_state(folder / "once.safetensors").position
+    tensor([5])
+    """
+    try:
+        return ModelState.from_named(load_file(Path(path))).to(device)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} does not hold a model's state: {error}") from None

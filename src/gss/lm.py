@@ -1,0 +1,188 @@
+"""A model with its vocabulary: `gss.load` gives one; it writes text, scores text and reads text into a state."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gss import box
+from gss.data import Tokenizer, load_tokenizer
+from gss.generate import Sampling, StopStrings, TextPieces, prompt_ids, read
+from gss.generate import stream as stream_tokens
+from gss.io.runs import load_model, read_config
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+from gss.precision import resolved, running
+from gss.scoring import score_sequences
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model makes of a text.
+
+    >>> score = gss.load(run).score("the cat")
+    >>> len(score.tokens) == len(score.log_probabilities)
+    True
+    >>> score.perplexity > 1
+    True
+    """
+
+    tokens: tuple[int, ...]
+    """Ids of the text."""
+    log_probabilities: tuple[float, ...]
+    """Of each token after those before it, in nats."""
+
+    @property
+    def log_probability(self) -> float:
+        """Of the whole text, in nats."""
+        return math.fsum(self.log_probabilities)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(−nats per token)."""
+        return math.exp(min(-self.log_probability / max(1, len(self.tokens)), 700.0))
+
+
+@dataclass(frozen=True, eq=False)
+class LM:
+    """A trained model and the vocabulary that it was trained with.
+
+    It unpacks into model, tokenizer, step and preset. The model alone is a plain `torch.nn.Module`.
+
+    >>> lm = gss.load(run)
+    >>> text = lm.generate("the ", max_tokens=20, temperature=0.8)
+    >>> lm.score("the cat").perplexity < lm.score("q9#~]x!").perplexity
+    True
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    step: int = 0
+    """Of the checkpoint that the weights are from."""
+    preset: str | None = None
+    """Name of the preset that the model started from; None where that is not known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer, self.step, self.preset))
+
+    def generate(self, prompt: str = "", **options: Any) -> str:
+        """The continuation of a prompt as one text. Options are those of `stream`.
+
+        >>> lm = gss.load(run)
+        >>> lm.generate("the ", max_tokens=8, seed=1) == lm.generate("the ", max_tokens=8, seed=1)
+        True
+        """
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        state: ModelState | None = None,
+        precision: str = "auto",
+    ) -> Iterator[str]:
+        """The continuation of a prompt, as it is produced, in whole characters.
+
+        max_tokens            most tokens to produce; the end of a document ends the text before
+        temperature           0 takes the likeliest token, 1 samples as the model says
+        top_k, top_p, min_p   keep so many of the likeliest tokens; those that make up this probability; those at
+                              least this fraction as likely as the likeliest
+        repetition_penalty    over 1: tokens that have occurred become less likely
+        seed                  the same seed gives the same text
+        stop                  texts to end before
+        state                 what `read` returned: the prompt, which may not be empty then, goes on from there
+        precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
+
+        >>> lm = gss.load(run)
+        >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))
+        >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
+        True
+        """
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        if "" in stop:
+            raise ValueError("a stop string is empty: it would end every text at once")
+        ids = prompt_ids(self.tokenizer, prompt)
+        if state is not None:
+            ids = ids[1:]  # the document has begun
+            if not ids:
+                raise ValueError("the prompt is empty: with a state, give the text that comes next")
+        tokens = stream_tokens(
+            self.model,
+            ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_id=self.tokenizer.eos_id,
+            state=state,
+            precision=resolved(precision, self.model),
+        )
+        return _text(TextPieces(self.tokenizer, ids if state is not None else ids[1:]), StopStrings(stop), tokens)
+
+    def read(self, text: str, state: ModelState | None = None, *, precision: str = "auto") -> ModelState:
+        """The state after a text, at the start of a document or after what `state` has read.
+
+        A long text is read once and gone on from as often as wanted; `gss.save_state` keeps the state in a file.
+
+        >>> lm = gss.load(run)
+        >>> state = lm.read("Once upon a time")
+        >>> text = lm.generate(" there was", state=state, max_tokens=10)
+        >>> text == lm.generate("Once upon a time there was", max_tokens=10)
+        True
+        """
+        ids = prompt_ids(self.tokenizer, text)[0 if state is None else 1 :]
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.embedding.weight.device)
+        with running(self.model, resolved(precision, self.model)):
+            return read(self.model, tokens, state)[1]
+
+    def score(self, text: str, *, precision: str = "auto") -> Score:
+        """How likely a text is, token by token, as a document from its start.
+
+        >>> score = gss.load(run).score("the cat")
+        >>> score.log_probability < 0
+        True
+        """
+        ids = prompt_ids(self.tokenizer, text)
+        with running(self.model, resolved(precision, self.model)):
+            logs = [part.log_probability[0] for part in score_sequences(self.model, [ids])]
+        return Score(tuple(ids[1:]), tuple(torch.cat(logs).tolist()) if logs else ())
+
+
+def _text(pieces: TextPieces, stop: StopStrings, tokens: Iterator[int]) -> Iterator[str]:
+    """The text of tokens up to a stop string; what may be the beginning of one is held back."""
+    for token in tokens:
+        if shown := stop.push(pieces.push(token)):
+            yield shown
+        if stop.ended:
+            return
+    if shown := stop.push(pieces.rest()) + stop.rest():
+        yield shown
+
+
+def load(run: str | Path | None = None, *, step: int | None = None, device: torch.device | str = "cpu") -> LM:
+    """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
+
+    Without a run it is the model that comes with the package. Weights kept in bf16, as its are, become float32.
+
+    >>> lm = gss.load(run)
+    >>> lm.step
+    12
+    >>> gss.load().preset
+    'gss-hybrid-small'
+    """
+    folder = box.folder() if run is None else Path(run)
+    config = read_config(folder)
+    model, step = load_model(folder, config, step)
+    return LM(model.to(device), load_tokenizer(folder / "tokenizer"), step, config.get("preset"))

@@ -1,0 +1,92 @@
+"""Log-probabilities of tokens: what evaluation, lm-eval and `LM.score` rest on.
+
+Sequences of any length are read in pieces with the state carried, which is exact, so memory is bounded by the piece;
+logits exist for a few tokens at a time. Knows models and ids.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gss.model import LanguageModel
+
+PIECE = 4096
+"""Tokens of a sequence that are read at a time."""
+_LOGIT_ELEMENTS = 1 << 25  # of logits held at a time
+
+
+class TokenScores(NamedTuple):
+    """Of some targets, on the CPU."""
+
+    log_probability: Tensor
+    """Nats, float64."""
+    likeliest: Tensor
+    """Whether no other token has a larger logit."""
+
+
+def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> TokenScores:
+    """Scores of targets [N] by the activations [N, E] before them, a few rows of logits at a time."""
+    rows = max(1, _LOGIT_ELEMENTS // model.config.vocab_size)
+    logs, likeliest = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
+    for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.logits(part)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        own = wide.gather(1, target.unsqueeze(1)).squeeze(1)
+        logs.append((own - wide.logsumexp(-1)).double().cpu())
+        likeliest.append((logits.argmax(-1) == target).cpu())
+    return TokenScores(torch.cat(logs), torch.cat(likeliest))
+
+
+class ScoredPiece(NamedTuple):
+    """A piece of several sequences; those that have ended are no rows any more."""
+
+    first: int
+    """Position of its first target: the sequences' second ids are targets 0."""
+    counted: Tensor
+    """[B, L] bool: which targets are asked for."""
+    log_probability: Tensor
+    """[B, L] nats, float64; 0 where a target does not count."""
+    likeliest: Tensor
+    """[B, L] bool; True where a target does not count."""
+
+
+@torch.no_grad()
+def score_sequences(
+    model: LanguageModel,
+    sequences: Sequence[npt.ArrayLike],
+    *,
+    skip: Sequence[int] | None = None,
+    piece: int = PIECE,
+) -> Iterator[ScoredPiece]:
+    """Score every id of some sequences but the first, by those before it; longest sequences first.
+
+    `skip` says for each sequence how many targets are read and not asked for.
+    """
+    rows = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
+    counts = np.array([len(row) - 1 for row in rows])
+    assert all(counts[:-1] >= counts[1:]), "the longest sequence comes first"
+    skipped = np.zeros_like(counts) if skip is None else np.asarray(skip)
+    device = model.embedding.weight.device
+    state = None
+    for first in range(0, int(counts[0]), piece):
+        length = min(piece, int(counts[0]) - first)
+        live = int((counts > first).sum())
+        if state is not None and live < state.batch:
+            state = state.select(range(live))
+        ids = np.zeros((live, length + 1), dtype=np.int64)  # filled up at the end, which nothing before it sees
+        for row in range(live):
+            part = rows[row][first : first + length + 1]
+            ids[row, : len(part)] = part
+        position = np.arange(first, first + length)
+        counted = torch.from_numpy((position >= skipped[:live, None]) & (position < counts[:live, None]))
+        tokens = torch.from_numpy(ids).to(device)
+        hidden, state = model.hidden(tokens[:, :-1], state, keep_state=first + length < int(counts[0]))
+        chosen = counted.flatten().nonzero().squeeze(1).to(device)
+        scores = token_scores(model, hidden.flatten(0, 1)[chosen], tokens[:, 1:].flatten()[chosen])
+        logs = torch.zeros(counted.shape, dtype=torch.float64).masked_scatter_(counted, scores.log_probability)
+        likeliest = torch.ones_like(counted).masked_scatter_(counted, scores.likeliest)
+        yield ScoredPiece(first, counted, logs, likeliest)
