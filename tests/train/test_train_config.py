@@ -19,7 +19,12 @@ PAPER_RUNS = {
     **{("github", name): (256, 4096) for name in ("gss", "gss-l", "gss-hybrid-l", "dss")},
 }
 BLOCK_RECURRENT = ("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip", "slide", "xl")
-SMALL_RUNS = {"tiny": ["gss-tiny", "gss-hybrid-tiny"], "small": ["gss-small"], "box": ["gss-hybrid-small"]}
+SMALL_RUNS = {
+    "tiny": ["gss-tiny", "gss-hybrid-tiny"],
+    "quickstart": ["gss2-tiny", "gss-tiny"],
+    "small": ["gss-small"],
+    "box": ["gss-hybrid-small"],
+}
 
 
 def test_every_file_is_covered_here() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from train_runs import SMALL_MODEL, command
 
-CONFIG = "tiny"
+CONFIG = "quickstart"
 
 
 def test_the_whole_way_and_again(tmp_path: Path) -> None:
@@ -14,15 +14,15 @@ def test_the_whole_way_and_again(tmp_path: Path) -> None:
     process = command(*arguments)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    for name in ("gss-hybrid-tiny", "gss-tiny"):
+    for name in ("gss2-tiny", "gss-tiny"):
         assert (tmp_path / "runs" / name / "checkpoints" / "step-00000003").is_dir()
         assert f"{name}: " in output
-    for word in ("unigrams", "512", "16,384", "nats a byte", "$ gss generate", "run folders: "):
+    for word in ("unigrams", "512", "16,384", "nats per byte", "$ gss generate", "run folders: "):
         assert word in output
     process = command(*arguments)
     again, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "going on from step 3 of 3" in again
-    assert [line for line in again.splitlines() if "nats a byte" in line] == [
-        line for line in output.splitlines() if "nats a byte" in line
+    assert [line for line in again.splitlines() if "nats per byte" in line] == [
+        line for line in output.splitlines() if "nats per byte" in line
     ]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gss.data import Dataset
     from gss.evaluation import Evaluation
 
-PRESETS = ("gss-hybrid-tiny", "gss-tiny")
+PRESETS = ("gss2-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
 PROMPT = "def "
 
@@ -22,13 +22,14 @@ def register(app: typer.Typer) -> None:
 
 def quickstart_command(
     config: Annotated[
-        str, typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: a minute's training each.")
+        str,
+        typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: two minutes' training each."),
     ] = "tiny",
     data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
     runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
 ) -> None:
-    """Prepare the Python standard library, train a small GSS-Hybrid and a small GSS, evaluate, sample, report.
+    """Prepare the Python standard library, train a small GSS2 and a small GSS, evaluate, sample, report.
 
     What is there already is continued. Each part is one command of its own; they are shown on the way.
     """
@@ -69,7 +70,7 @@ def quickstart_command(
     table = length_table(results, "Python that they have not seen")
     Console(width=max(console.width, 110), highlight=False).print(table)
     for name, result in results.items():
-        console.print(f"{name}: {result.rows[-1].loss:.3f} nats a byte")
+        console.print(f"{name}: {result.rows[-1].loss:.3f} nats per byte")
     model, tokenizer, *_ = load(folders[PRESETS[0]])
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
     text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.7))

@@ -114,6 +114,13 @@ class KeyedStateSpace(StateSpace):
     def time_constants(self) -> Tensor:
         return (-1 / self.eigenvalues().real).flatten()
 
+    @torch.no_grad()
+    def responses(self, length: int) -> Tensor:
+        """Each mode's, [h·N, L], where query and key are the same unit vector."""
+        eigenvalue = self.eigenvalues().flatten().unsqueeze(1)
+        lag = torch.arange(length, device=eigenvalue.device)
+        return torch.sqrt(-torch.expm1(2 * eigenvalue.real)) * torch.exp(eigenvalue * lag).real
+
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""
         with torch.autocast(values.device.type, enabled=False):

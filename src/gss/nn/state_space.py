@@ -28,6 +28,10 @@ class StateSpace(nn.Module):
         """Tokens after which each mode has faded to 1/e, float64."""
         raise NotImplementedError
 
+    def responses(self, length: int) -> Tensor:
+        """What each channel or mode still adds to the output so many tokens after an input of 1: [channels, L]."""
+        raise NotImplementedError
+
 
 class DiagonalStateSpace(StateSpace):
     """y = D·u + K∗u for each of H channels."""
@@ -81,6 +85,11 @@ class DiagonalStateSpace(StateSpace):
     def time_constants(self) -> Tensor:
         """Tokens after which each mode has faded to 1/e: N, or H·N where each channel has its own Δ, float64."""
         return (-1 / self.discretized()[1].real).flatten()
+
+    @torch.no_grad()
+    def responses(self, length: int) -> Tensor:
+        """The kernel [H, L], without D."""
+        return kernel(*self.discretized(), length)
 
     @each_document_alone
     def forward(self, u: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:

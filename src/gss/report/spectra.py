@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 
 from gss.model import LanguageModel, build_model
-from gss.nn.state_space import DiagonalStateSpace
-from gss.ops.kernel import kernel
+from gss.nn.state_space import StateSpace
 from gss.report.figures import Line, Panel, Picture
 from gss.report.runs import RunRecord
 from gss.report.theme import LIGHT, layer_colours
@@ -33,7 +32,7 @@ class StateSpaceRecord:
     time_constants: Array
     """−1/Re λ, the tokens after which a mode has faded to 1/e: [N], or H·N where each channel has its own Δ."""
     taps: Array
-    """Every channel's kernel, [H, L]."""
+    """What each channel still adds so many tokens later, [H, L]."""
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:
@@ -50,12 +49,11 @@ def records(model: LanguageModel, length: int = KERNEL_LENGTH) -> list[StateSpac
     """Every state space of a model, first to last."""
     found = []
     for number, layer in enumerate(model.sequence_layers(), 1):
-        inside = [module for module in layer.modules() if isinstance(module, DiagonalStateSpace)]
+        inside = [module for module in layer.modules() if isinstance(module, StateSpace)]
         for index, space in enumerate(inside):
-            readout, log_a = space.discretized()
             name = f"{number}{'abcdef'[index] if len(inside) > 1 else ''}"
             constants = space.time_constants().double().cpu().numpy()
-            found.append(StateSpaceRecord(name, constants, kernel(readout, log_a, length).double().cpu().numpy()))
+            found.append(StateSpaceRecord(name, constants, space.responses(length).double().cpu().numpy()))
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gss.config import to_mapping
 from gss.data import Tokenizer
 from gss.model import LanguageModel
-from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state_space import StateSpace
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _BINS_PER_DECADE = 4
@@ -124,7 +124,7 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
         (number, name, module.time_constants().cpu().clamp(1e-3, 1e15))
         for number, layer in enumerate(model.sequence_layers())
         for name, module in layer.named_modules()
-        if isinstance(module, DiagonalStateSpace)
+        if isinstance(module, StateSpace)
     ]
     if not constants:
         return {"unit": "tokens", "edges": [], "layers": []}
