@@ -62,6 +62,8 @@ class LengthResult:
     """exp(all nats / all words), comparable between vocabularies."""
     bits_per_byte: float
     by_position: tuple[PositionLoss, ...] = field(repr=False)
+    by_document: tuple[tuple[float, int], ...] = field(repr=False, default=())
+    """Nats and targets of every document: what two models are compared by, document for document."""
 
     @property
     def perplexity(self) -> float:
@@ -238,6 +240,7 @@ class _Tally:
             word_perplexity=math.exp(min(nats / words, 700.0)) if words else math.nan,
             bits_per_byte=nats / math.log(2) / size if size else math.nan,
             by_position=tuple(self._positions()),
+            by_document=tuple(zip(self.by_document.tolist(), counts, strict=True)),
         )
 
     def _positions(self) -> Iterator[PositionLoss]:
