@@ -236,7 +236,7 @@ class _Tally:
             length=length,
             tokens=tokens,
             loss=nats / tokens,
-            standard_error=_standard_error(self.by_document.numpy(), np.array(counts)),
+            standard_error=standard_error(self.by_document.numpy(), np.array(counts)),
             word_perplexity=math.exp(min(nats / words, 700.0)) if words else math.nan,
             bits_per_byte=nats / math.log(2) / size if size else math.nan,
             by_position=tuple(self._positions()),
@@ -250,7 +250,7 @@ class _Tally:
                 yield PositionLoss(start, max(1, 2 * start), count, self.position_sums[index].item() / count)
 
 
-def _standard_error(nats: Any, counts: Any) -> float:
+def standard_error(nats: Any, counts: Any) -> float:
     """Of the ratio Σ nats / Σ tokens, by the spread of documents around it."""
     if len(counts) < 2:
         return math.nan

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gss.model import LanguageModel
+from gss.nn.state import ModelState
 
 PIECE = 4096
 """Tokens of a sequence that are read at a time."""
@@ -61,17 +62,17 @@ def score_sequences(
     *,
     skip: Sequence[int] | None = None,
     piece: int = PIECE,
+    state: ModelState | None = None,
 ) -> Iterator[ScoredPiece]:
     """Score every id of some sequences but the first, by those before it; longest sequences first.
 
-    `skip` says for each sequence how many targets are read and not asked for.
+    `skip` says for each sequence how many targets are read and not asked for; `state` is what the first ids go on from.
     """
     rows = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     counts = np.array([len(row) - 1 for row in rows])
     assert all(counts[:-1] >= counts[1:]), "the longest sequence comes first"
     skipped = np.zeros_like(counts) if skip is None else np.asarray(skip)
     device = model.embedding.weight.device
-    state = None
     for first in range(0, int(counts[0]), piece):
         length = min(piece, int(counts[0]) - first)
         live = int((counts > first).sum())

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, exchange, models, quickstart, report, reproduce, serve, train, use
+from gss.cli import bench, data, exchange, models, probe, quickstart, report, reproduce, serve, train, use
 
 app = typer.Typer(
     name="gss",
@@ -46,6 +46,7 @@ data.register(app)
 use.register(app)
 serve.register(app)
 bench.register(app)
+probe.register(app)
 train.register(app)
 exchange.register(app)
 quickstart.register(app)

@@ -8,7 +8,7 @@ from pathlib import Path
 import gss
 from gss.generate import Sampling, generate
 from gss.io.files import write_file
-from gss.report.curves import length_pictures, training_pictures
+from gss.report.curves import context_picture, length_pictures, training_pictures
 from gss.report.page import Note, Report, Sample, Section, html
 from gss.report.runs import RunRecord, read_runs
 from gss.report.scores import BUDGET, Scores, same_tokens, scores
@@ -99,6 +99,8 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> Section:
             Note("These runs were not scored on the same tokens, so their figures do not compare: --again scores anew.")
         )
     section.blocks += length_pictures(runs, scored)
+    if picture := context_picture(runs):
+        section.blocks.append(picture)
     section.blocks += [
         Note(f"{run.name}: {score.missing}") for run, score in zip(runs, scored, strict=True) if score.missing
     ]

@@ -128,6 +128,27 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
     return pictures
 
 
+def context_picture(runs: Sequence[RunRecord]) -> Picture | None:
+    """The loss of the same targets by the true tokens before them, for runs that `gss probe` has measured."""
+    lines, effective = [], []
+    for index, run in enumerate(runs):
+        for way, look in (("replaced", _DOTS), ("fresh", {"linestyle": ":", "linewidth": 1.2})):
+            rows = run.probe.get(way) or []
+            x, y = [row["context"] for row in rows], [row["loss"] for row in rows]
+            lines.append(Line(x, y, run_colour(index), run.name if way == "replaced" else "", look))
+        if run.probe:
+            found = run.probe.get("effective_context")
+            effective.append(f"{run.name}: " + (f"{found:,} tokens" if found else "none"))
+    if not effective:
+        return None
+    caption = (
+        "The same targets throughout. Strong: the window is as long for every point, filled up with another document's "
+        f"tokens; dotted: read from a fresh start. Effective context, {'; '.join(effective)}."
+    )
+    panel = Panel("true tokens before the targets", "loss (nats per token)", lines, log="x", x_format=tokens)
+    return Picture("context", "How far back it looks", caption, [panel])
+
+
 def _positions(result: Evaluation) -> list[PositionLoss]:
     """For each bin the length that has most tokens in it: short windows are many, long ones reach far."""
     best: dict[int, PositionLoss] = {}

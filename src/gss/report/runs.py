@@ -11,6 +11,7 @@ from typing import Any
 
 from gss.config import ModelConfig, from_mapping
 from gss.io.checkpoint import checkpoints
+from gss.io.files import read_json
 from gss.io.runs import read_metrics
 from gss.lm import LM, load
 
@@ -32,6 +33,8 @@ class RunRecord:
     """Of the run's first start."""
     data: dict[str, Any] = field(default_factory=dict)
     """As in data.json."""
+    probe: dict[str, Any] = field(default_factory=dict)
+    """As in probe.json, which `gss probe` writes."""
     sample: str | None = None
     """The newest text in samples/."""
     loaded: LM | None = None
@@ -79,6 +82,7 @@ def read_run(path: str | Path) -> RunRecord:
     starts = _json(folder / "environment.json")
     run.environment = starts[0] if isinstance(starts, list) and starts else {}
     run.data = _json(folder / "data.json") or {}
+    run.probe = read_json(folder / "probe.json")
     samples = sorted((folder / "samples").glob("step-*.txt"))
     if samples:
         run.sample = samples[-1].read_text(encoding="utf-8", errors="replace").removesuffix("\n")

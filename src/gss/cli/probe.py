@@ -1,0 +1,214 @@
+"""`gss probe`: how much of its context a model uses, on documents and on generated tasks."""
+
+import json
+import math
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gss.probe import ContextProbe
+
+FILE = "probe.json"
+
+
+class _ContextByDefault(TyperGroup):
+    """`gss probe RUN …` is `gss probe context RUN …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["context", *args]
+        return super().parse_args(ctx, args)
+
+
+probe = typer.Typer(
+    help="Measure how much of its context a model uses. `gss probe RUN …` is `gss probe context RUN …`.",
+    cls=_ContextByDefault,
+    no_args_is_help=True,
+)
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the app."""
+    app.add_typer(probe, name="probe")
+
+
+@probe.command()
+def context(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
+    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
+    split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
+    longest: Annotated[
+        int | None, typer.Option(help="The longest context. Default: the largest power of two that 8 documents reach.")
+    ] = None,
+    shortest: Annotated[int, typer.Option(help="The shortest context.")] = 1,
+    targets: Annotated[int, typer.Option(help="Consecutive target tokens of a block.")] = 512,
+    blocks: Annotated[int, typer.Option(help="Most blocks per document.")] = 2,
+    documents: Annotated[int, typer.Option(help="Most documents.")] = 32,
+    unbounded_limit: Annotated[
+        int, typer.Option(help="The longest context for a model that keeps every token.")
+    ] = 16_384,
+    position_tokens: Annotated[int, typer.Option(help="Tokens of whole documents scored by position.")] = 1 << 20,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time: bounds memory.")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side.")] = 16_384,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Score the same target tokens after more and more of their own document.
+
+    Each model's result is kept in its run folder as probe.json, from which `gss report` draws a figure.
+    """
+    from rich.console import Console
+
+    from gss.cli.progress import share_bar
+    from gss.data import open_dataset
+    from gss.io.devices import pick_device
+    from gss.io.files import finite, write_json
+    from gss.lm import load
+    from gss.probe import probe_context
+
+    dataset, results, kept = open_dataset(data, split), {}, []
+    for run in runs:
+        lm = load(run, device=pick_device(device))
+        with share_bar(f"probing {run}") as show:
+            result = probe_context(
+                lm, dataset, longest=longest, shortest=shortest, targets=targets, per_document=blocks,
+                max_documents=documents, unbounded_limit=unbounded_limit, position_tokens=position_tokens,
+                piece=piece, batch_tokens=batch_tokens, precision=precision,
+                report=lambda done, total, run=run, show=show: show(f"probing {run}", done / total),  # type: ignore[misc]
+            )  # fmt: skip
+        results[str(run)] = result
+        kept.append(finite({"run": str(run), "step": lm.step, "data": dataset.hash, **asdict(result)}))
+        try:
+            write_json(run / FILE, kept[-1])
+        except OSError as error:
+            warnings.warn(f"the result is not kept in the run folder: {error}", stacklevel=1)
+    if as_json:
+        print(json.dumps(kept, indent=2))
+        return
+    console = Console()
+    console.print(_position_table(results), _context_table(results))
+    for name, result in results.items():
+        console.print(f"{name}: {_effective(result)}", markup=False, highlight=False)
+
+
+@probe.command()
+def tasks(
+    preset: Annotated[str, typer.Option(help="The model: see `gss presets`.")],
+    task: Annotated[str, typer.Option(help="induction, selective-copying, recall or passkey.")] = "recall",
+    pairs: Annotated[
+        int | None,
+        typer.Option("--pairs", "--items", help="What to remember: pairs of recall, items, digits of a passkey."),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Number of ids. Default: the task's, 8,192 for recall.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a training sequence.")] = 512,
+    lengths: Annotated[str, typer.Option(help="Further lengths to test at, separated by commas.")] = "",
+    width: Annotated[int | None, typer.Option(help="The model's width.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another field of the model, e.g. depth=2.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
+    rows: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
+    sequences: Annotated[int, typer.Option(help="Fresh sequences to test on at each length.")] = 64,
+    optimizer: Annotated[str, typer.Option(help="muon, adamw or adafactor.")] = "muon",
+    learning_rate: Annotated[float, typer.Option(help="The base learning rate.")] = 3.2e-3,
+    seed: Annotated[int, typer.Option(help="Draws the first weights and the sequences.")] = 0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Train a model on a generated task, and report how often it is right on fresh sequences."""
+    from rich.console import Console
+
+    from gss.cli.progress import share_bar
+    from gss.cli.use import _whole_numbers
+    from gss.config import parse_assignments, to_mapping
+    from gss.io.devices import pick_device
+    from gss.io.files import finite
+    from gss.presets import preset as named
+    from gss.probe import make_task, task_optimizer, train_on_task
+
+    config = named(preset, **({} if width is None else {"width": width}), **parse_assignments(settings or []))
+    with share_bar("training") as show:
+        result = train_on_task(
+            config, make_task(task, pairs, vocabulary), length=length, lengths=_whole_numbers(lengths), steps=steps,
+            rows=rows, sequences=sequences, optimizer=task_optimizer(config, steps, optimizer, learning_rate),
+            seed=seed, device=pick_device(device), precision=precision,
+            report=lambda done, total: show("training", done / total),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(finite({"preset": preset, **asdict(result), "model": to_mapping(config)}), indent=2))
+        return
+    about = f"{preset} on {task}: {result.items} items, {steps:,} steps at length {length:,}, loss {result.loss:.3f}"
+    table = _table(about, "length", "sequences", "accuracy", "±", "all right")
+    for row in result.accuracy:
+        error = "–" if math.isnan(row.standard_error) else f"{row.standard_error:.1%}"
+        table.add_row(f"{row.length:,}", f"{row.sequences}", f"{row.accuracy:.1%}", error, f"{row.solved:.1%}")
+    Console().print(table)
+
+
+def _table(title: str, *columns: str) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title))
+    for column in columns:
+        table.add_column(escape(column), justify="right")
+    return table
+
+
+def _position_table(results: "dict[str, ContextProbe]") -> "Table":
+    """Loss by position in whole documents, a column per run."""
+    table = _table("Loss by position, the state carried (nats per token)", "positions", *results)
+    found = [{row.start: row for row in result.by_position} for result in results.values()]
+    for start in sorted({start for rows in found for start in rows}):
+        table.add_row(f"{start:,} – {max(1, 2 * start) - 1:,}", *(_cell(rows.get(start)) for rows in found))
+    return table
+
+
+def _context_table(results: "dict[str, ContextProbe]") -> "Table":
+    """Loss by true context, both ways, two columns and an error per run."""
+    first = next(iter(results.values()))
+    columns = [f"{name}{what}" for name in results for what in ("", " replaced", " ±")]
+    title = f"Loss of the same {first.tokens:,} tokens of {first.documents} documents by the true tokens before them"
+    table = _table(title, "true tokens", *columns)
+    found = [
+        {row.context: row for row in way} for result in results.values() for way in (result.fresh, result.replaced)
+    ]
+    for context_ in sorted({key for rows in found for key in rows}):
+        cells = []
+        for fresh, replaced in zip(found[::2], found[1::2], strict=True):
+            error = replaced[context_].excess_error if context_ in replaced else math.nan
+            cells += [_cell(fresh.get(context_)), _cell(replaced.get(context_)), f"{error:.4f}"]
+        table.add_row(f"{context_:,}", *("" if cell == "nan" else cell for cell in cells))
+    table.caption = (
+        "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
+        "standard error of the difference between replaced and its last row, over documents."
+    )
+    return table
+
+
+def _cell(row: Any) -> str:
+    return f"{row.loss:.4f}" if row else ""
+
+
+def _effective(result: "ContextProbe") -> str:
+    first, last = result.replaced[0], result.replaced[-1]
+    gain = f"{first.context:,} to {last.context:,} true tokens gain {first.excess:.4f} ± {first.excess_error:.4f} nats"
+    if result.effective_context is None:
+        return f"no effective context, {gain}"
+    low, high = result.effective_interval
+    return f"effective context {result.effective_context:,} tokens (95%: {low:,} to {high:,}); {gain}"

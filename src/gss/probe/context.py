@@ -1,0 +1,274 @@
+"""How far back a model looks: the loss of the same target tokens by how much of their own document comes before.
+
+A block is some consecutive targets of a document. It is read after 1, 2, 4, … true tokens up to the longest context,
+in two ways: from a fresh start at the first of them; and after another document's tokens that fill the window up to
+the longest context, so that length and position are the same and only what is true differs. There is nothing between
+the other document's tokens and the true ones. Everything is read in pieces with the state carried, which is exact.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gss.data import Dataset, open_dataset, require_same
+from gss.evaluation import PositionLoss, evaluate, standard_error
+from gss.model import LanguageModel
+from gss.nn.state import ModelState
+from gss.precision import resolved, running
+from gss.scoring import PIECE, score_sequences
+
+if TYPE_CHECKING:
+    from gss.lm import LM
+
+MOST = 1 << 20
+"""The longest context that is chosen without being asked for."""
+UNBOUNDED_LIMIT = 16_384
+"""The longest for a model that keeps every token, whose cost grows with the square of it."""
+SHARE = 0.05
+"""Of the whole gain from context: what the loss at the effective context may lack."""
+_ENOUGH = 8  # documents that reach the longest context which is chosen
+_RESAMPLES = 1000
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Targets `start` … of a document, and another document's place whose tokens before it may replace its context."""
+
+    document: int
+    start: int
+    other: int
+    other_start: int
+
+
+@dataclass(frozen=True)
+class ContextLoss:
+    """The targets' loss after `context` true tokens; errors are standard errors over documents."""
+
+    context: int
+    loss: float
+    standard_error: float
+    excess: float
+    """Over the loss with the longest context, on the same targets."""
+    excess_error: float
+    """Of the excess, paired."""
+
+
+@dataclass(frozen=True)
+class ContextProbe:
+    """How the loss of the same targets depends on what is before them."""
+
+    split: str
+    documents: int
+    blocks: int
+    tokens: int
+    """Targets, each scored once for every context."""
+    by_position: tuple[PositionLoss, ...] = field(repr=False)
+    """Of whole documents, the state carried; of windows of the longest context where the state is unbounded."""
+    fresh: tuple[ContextLoss, ...]
+    """Read from a fresh start at the first true token."""
+    replaced: tuple[ContextLoss, ...]
+    """Read after another document's tokens, the window as long for every context."""
+    effective_context: int | None
+    """The smallest context from which on `replaced` lacks at most 5% of its whole gain, from the shortest context to
+    the longest; None where that gain is under two of its standard errors."""
+    effective_interval: tuple[int, int]
+    """Where 95% of effective contexts lie when documents are drawn again."""
+    effective_error: float
+    """Their standard deviation, in doublings."""
+
+
+def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
+    """Powers of two times the shortest, and the longest."""
+    if not 1 <= shortest < longest:
+        raise ValueError(f"contexts go from at least 1 token to more: not from {shortest} to {longest}")
+    count = math.ceil(math.log2(longest / shortest))
+    return [*(shortest << doubling for doubling in range(count)), longest]
+
+
+def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
+    """The largest power of two, at most 1M, that eight documents (or all of fewer) have before some targets."""
+    ordered = sorted((int(length) for length in lengths), reverse=True)
+    room = ordered[min(_ENOUGH, len(ordered)) - 1] - targets
+    if room < 2:
+        raise ValueError(
+            f"documents are too short: {min(_ENOUGH, len(ordered))} of at least {targets + 2:,} tokens are needed to "
+            f"score {targets:,} after some context; score fewer targets, or take longer documents"
+        )
+    return int(min(MOST, 1 << (room.bit_length() - 1)))
+
+
+def choose_blocks(
+    lengths: Sequence[int] | Numbers, longest: int, targets: int, per_document: int, max_documents: int
+) -> list[Block]:
+    """Blocks of targets that have the longest context before them, spread over each of the first documents with room.
+
+    What replaces a block's context comes from the next of these documents, the last one's from the first.
+    """
+    places: list[tuple[int, list[int]]] = []
+    for document, length in enumerate(lengths):
+        starts = range(longest, int(length) - targets + 1, targets)
+        if len(starts) and len(places) < max_documents:
+            chosen = np.linspace(0, len(starts) - 1, min(per_document, len(starts))).round().astype(int).tolist()
+            places.append((document, [starts[index] for index in chosen]))
+    if len(places) < 2:
+        raise ValueError(
+            f"documents are too short: {len(places)} of them have {longest:,} tokens before {targets:,} targets, and "
+            f"two are needed (the longest has {max(lengths):,}); give a shorter longest context"
+        )
+    blocks = []
+    for (document, starts_of), (other, others) in zip(places, places[1:] + places[:1], strict=True):
+        blocks += [Block(document, start, other, others[i % len(others)]) for i, start in enumerate(starts_of)]
+    return blocks
+
+
+def probe_context(
+    model: "LM | LanguageModel",
+    dataset: Dataset | str | Path,
+    *,
+    longest: int | None = None,
+    shortest: int = 1,
+    targets: int = 512,
+    per_document: int = 2,
+    max_documents: int = 32,
+    split: str = "valid",
+    unbounded_limit: int = UNBOUNDED_LIMIT,
+    position_tokens: int = MOST,
+    piece: int = PIECE,
+    batch_tokens: int = 16_384,
+    precision: str = "auto",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> ContextProbe:
+    """Measure how the loss of a fixed set of targets depends on the true tokens before them.
+
+    longest             the longest context; None: the largest power of two that eight documents reach
+    targets             consecutive targets of a block
+    per_document        blocks of a document, at most; `max_documents`: documents, at most
+    unbounded_limit     the longest context for a model that keeps every token; the targets are the same for it
+    position_tokens     tokens of whole documents that are scored by position
+    report              called with the tokens read so far and in all
+
+    The other arguments are those of `gss.evaluate`.
+    """
+    if not isinstance(dataset, Dataset):
+        dataset = open_dataset(dataset, split)
+    if not isinstance(model, LanguageModel):
+        require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
+        model = model.model
+    if min(targets, per_document, max_documents, piece, batch_tokens) < 1:
+        raise ValueError("targets, blocks, documents, piece and batch_tokens must be at least 1")
+    longest = longest or shared_longest(dataset.lengths, targets)
+    window = longest if model.bounded_state else min(longest, unbounded_limit)
+    contexts = contexts_up_to(window, shortest)
+    blocks = choose_blocks(dataset.lengths, longest, targets, per_document, max_documents)
+    position_tokens = min(position_tokens, int(dataset.lengths.sum()))
+    total = len(blocks) * (2 * sum(contexts) + window + 2 * len(contexts) * targets) + position_tokens
+    sums = np.zeros((2, len(blocks), len(contexts)))
+    rows, done, training = max(1, batch_tokens // min(piece, window)), 0, model.training
+    model.eval()
+    try:
+        for first in range(0, len(blocks), rows):
+            part = blocks[first : first + rows]
+            own = _ids(dataset, [(b.document, b.start - window, b.start + targets) for b in part])
+            other = _ids(dataset, [(b.other, b.other_start - window, b.other_start) for b in part])
+            with running(model, resolved(precision, model)):
+                for way, before in enumerate((other[:, :0], other)):
+                    sums[way, first : first + len(part)] = block_losses(model, own, before, contexts, targets, piece)
+            done += (total - position_tokens) // len(blocks) * len(part)
+            report(done, total)
+        length = None if model.bounded_state else min(window, int(dataset.lengths.max()), position_tokens)
+        whole = evaluate(
+            model, dataset, [length], max_tokens=position_tokens, piece=piece, batch_tokens=batch_tokens,
+            precision=precision, report=lambda scored, _: report(done + scored, total),
+        )  # fmt: skip
+    finally:
+        model.train(training)
+    if not np.isfinite(sums).all():
+        raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
+    _, member = np.unique([block.document for block in blocks], return_inverse=True)
+    counts = np.bincount(member) * targets
+    fresh, replaced = (_by_document(losses, member) for losses in sums)
+    value, interval, error = effective_context(contexts, replaced, counts)
+    return ContextProbe(
+        split=dataset.split, documents=len(counts), blocks=len(blocks), tokens=int(counts.sum()),
+        by_position=whole.rows[0].by_position, fresh=_rows(contexts, fresh, counts),
+        replaced=_rows(contexts, replaced, counts), effective_context=value, effective_interval=interval,
+        effective_error=error,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def block_losses(
+    model: LanguageModel, own: Numbers, other: Numbers, contexts: list[int], targets: int, piece: int
+) -> npt.NDArray[np.float64]:
+    """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets], after each number of
+    true ids; before these come the first of `other` [B, window], as many as are missing, or nothing if it is empty."""
+    device, window = model.embedding.weight.device, own.shape[1] - targets
+    state: ModelState | None = None
+    read = 0
+    sums = np.zeros((len(own), len(contexts)))
+    for column in reversed(range(len(contexts))):  # the longest first: what is replaced only grows, and is read once
+        context = contexts[column]
+        wanted = min(window - context, other.shape[1])
+        for first in range(read, wanted, piece):
+            ids = torch.from_numpy(other[:, first : min(first + piece, wanted)]).to(device)
+            _, state = model.hidden(ids, state)
+        read = wanted
+        skip = [context - 1] * len(own)
+        for part in score_sequences(model, list(own[:, window - context :]), skip=skip, piece=piece, state=state):
+            sums[:, column] -= part.log_probability.sum(1).numpy()
+    return sums
+
+
+def effective_context(
+    contexts: Sequence[int], losses: npt.NDArray[np.float64], counts: Numbers
+) -> tuple[int | None, tuple[int, int], float]:
+    """The effective context, the interval of 95% of those of documents drawn again, and their spread in doublings.
+
+    losses [documents, contexts] are sums over each document's targets, counts how many targets these are.
+    """
+    documents = len(counts)
+    weights = np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), _RESAMPLES)
+    weights = np.concatenate([np.ones((1, documents), np.int64), weights])  # the first is the documents as they are
+    means = weights @ losses / (weights @ counts)[:, None]
+    excess = means - means[:, -1:]
+    gain = excess[:, :1]
+    within = excess <= SHARE * gain
+    lasting = np.logical_and.accumulate(within[:, ::-1], axis=1)[:, ::-1]
+    # Without a gain the longest context is worth no more than the shortest.
+    found = np.where(gain[:, 0] > 0, np.asarray(contexts)[lasting.argmax(1)], contexts[0])
+    low, high = np.quantile(found[1:], [0.025, 0.975], method="inverted_cdf").tolist()
+    known = gain[0, 0] > 2 * standard_error(losses[:, 0] - losses[:, -1], counts)
+    return int(found[0]) if known else None, (int(low), int(high)), float(np.log2(found[1:]).std())
+
+
+def _rows(contexts: list[int], losses: npt.NDArray[np.float64], counts: Numbers) -> tuple[ContextLoss, ...]:
+    rows = []
+    for context, column in zip(contexts, losses.T, strict=True):
+        excess = column - losses[:, -1]
+        mean, difference = (float(values.sum() / counts.sum()) for values in (column, excess))
+        errors = standard_error(column, counts), standard_error(excess, counts)
+        rows.append(ContextLoss(context, mean, errors[0], difference, errors[1]))
+    return tuple(rows)
+
+
+def _by_document(losses: npt.NDArray[np.float64], member: Any) -> npt.NDArray[np.float64]:
+    """Rows of blocks added up by the document that each is a member of."""
+    sums = np.zeros((int(member.max()) + 1, losses.shape[1]))
+    np.add.at(sums, member, losses)
+    return sums
+
+
+def _ids(dataset: Dataset, places: list[tuple[int, int, int]]) -> Numbers:
+    """Tokens start … stop − 1 of documents, a row for each."""
+    begins = dataset.starts
+    return np.stack([dataset.tokens[begins[d] + start : begins[d] + stop] for d, start, stop in places]).astype(
+        np.int64
+    )

@@ -1,0 +1,158 @@
+"""Train a small model on a generated task, and see how often it is right on fresh sequences, longer ones too.
+
+Batches are drawn as they are needed, a function of the seed and the step; the step is that of `gss train`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gss.config import ModelConfig, override
+from gss.data import Batch, as_tensors
+from gss.model import LanguageModel, build_model
+from gss.precision import resolved, running
+from gss.probe.tasks import Task
+from gss.scoring import PIECE, score_sequences
+from gss.training import OptimizerConfig, TrainConfig
+from gss.training.distributed import World
+from gss.training.step import Stepper
+
+_TRAINING, _TEST = 0, 1  # streams of draws
+
+
+@dataclass(frozen=True)
+class LengthAccuracy:
+    """How often the likeliest token is the right one, in fresh sequences of a length."""
+
+    length: int
+    sequences: int
+    accuracy: float
+    """Share of targets."""
+    standard_error: float
+    """Over sequences."""
+    solved: float
+    """Share of sequences with every target right."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What came of training on a task."""
+
+    task: str
+    items: int
+    vocabulary: int
+    length: int
+    steps: int
+    rows: int
+    seed: int
+    optimizer: str
+    learning_rate: float
+    parameters: int
+    loss: float
+    """Mean over the last tenth of the steps, nats per target."""
+    seconds: float
+    accuracy: tuple[LengthAccuracy, ...]
+
+
+def task_optimizer(config: ModelConfig, steps: int, name: str = "muon", rate: float = 3.2e-3) -> OptimizerConfig:
+    """The optimizer for so few steps: a tenth of them warm-up, the embedding at a rate that fits its first size."""
+    factor = max(1.0, math.sqrt(config.width) * config.embedding_std)
+    changes = {"name": name, "learning_rate": rate, "warmup_steps": steps // 10, "embedding_factor": factor}
+    return override(OptimizerConfig(), changes)
+
+
+def train_on_task(
+    config: ModelConfig,
+    task: Task,
+    *,
+    length: int,
+    steps: int,
+    rows: int = 64,
+    lengths: Sequence[int] = (),
+    sequences: int = 64,
+    optimizer: OptimizerConfig | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    precision: str = "auto",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> TaskResult:
+    """Train a model of a config (its vocabulary becomes the task's) and test it at `length` and other lengths.
+
+    rows            sequences per step
+    lengths         further lengths to test at, with `sequences` fresh sequences each
+    optimizer       None: Muon, see `task_optimizer`
+    report          called with the steps taken and in all
+    """
+    if min(rows, sequences) < 1:
+        raise ValueError("rows and sequences must be at least 1")
+    for wanted in (length, *lengths):
+        task.draw(0, 1, wanted)  # refuses what is too short before any training
+    config = override(config, {"vocab_size": task.vocabulary})
+    optimizer = optimizer or task_optimizer(config, steps)
+    run = TrainConfig(
+        model=config, seed=seed, steps=steps, length=length, batch_tokens=rows * length, optimizer=optimizer
+    )
+    run = override(run, {"precision": precision})
+    stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
+    started, losses = time.perf_counter(), []
+    stepper.model.train()
+    for step in range(steps):
+        losses.append(stepper.step(_batch(task, (seed, _TRAINING, step), rows, length, step, stepper), step).loss)
+        report(step + 1, steps)
+    last = torch.stack(losses[-max(1, steps // 10) :]).mean().item()
+    seconds = time.perf_counter() - started
+    stepper.model.eval()
+    tested = [
+        task_accuracy(stepper.model, task, wanted, sequences=sequences, seed=seed, precision=precision)
+        for wanted in dict.fromkeys((length, *lengths))
+    ]
+    parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
+    return TaskResult(
+        task.name, task.items, task.vocabulary, length, steps, rows, seed, optimizer.name, optimizer.learning_rate,
+        parameters, last, seconds, tuple(tested),
+    )  # fmt: skip
+
+
+def task_accuracy(
+    model: LanguageModel,
+    task: Task,
+    length: int,
+    *,
+    sequences: int = 64,
+    seed: int = 0,
+    precision: str = "auto",
+    piece: int = PIECE,
+    batch_tokens: int = 65_536,
+) -> LengthAccuracy:
+    """How often a model, in evaluation mode, is right in fresh sequences, read in pieces with the state carried."""
+    rows = max(1, batch_tokens // min(piece, length))
+    right = []
+    for first in range(0, sequences, rows):
+        tokens, mask = task.draw((seed, _TEST, length, first), min(rows, sequences - first), length)
+        skip = mask.argmax(1) - 1  # targets before the first that counts
+        with running(model, resolved(precision, model)):
+            parts = score_sequences(model, list(tokens), skip=skip.tolist(), piece=piece)
+            likeliest = np.concatenate([part.likeliest.numpy() for part in parts], axis=1)
+        right.append(likeliest[mask[:, 1:]].reshape(len(tokens), -1))  # each row has as many targets
+    hits = np.concatenate(right)
+    shares = hits.mean(1)
+    error = float(shares.std(ddof=1) / math.sqrt(sequences)) if sequences > 1 else math.nan
+    return LengthAccuracy(length, sequences, float(shares.mean()), error, float(hits.all(1).mean()))
+
+
+def _batch(
+    task: Task, seed: tuple[int, ...], rows: int, length: int, step: int, stepper: Stepper
+) -> Batch[torch.Tensor]:
+    """Every token is read, and the next one is its target; the last has none."""
+    tokens, mask = task.draw(seed, rows, length)
+    starts = np.zeros_like(mask)
+    starts[:, 0] = True
+    counted = np.roll(mask, -1, axis=1)
+    counted[:, -1] = False
+    batch = Batch(tokens, np.roll(tokens, -1, axis=1), counted, starts, step, 0)
+    device = stepper.world.device
+    return as_tensors(batch, pin=device.type == "cuda").map(lambda tensor: tensor.to(device, non_blocking=True))

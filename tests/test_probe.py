@@ -1,0 +1,278 @@
+"""How much of its context a model uses: arithmetic on integers, a model whose memory is known, solvable tasks."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from typer.testing import CliRunner
+
+import gss
+from gss.cli import app
+from gss.data import dataset_from_arrays, load_tokenizer, prepare
+from gss.probe import TASKS, make_task, probe_context, shared_longest, task_accuracy, task_optimizer, train_on_task
+from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effective_context
+from gss.report import write_report
+from gss.training import resolve, train
+from tests.conftest import ALL_FAMILIES, small_config
+
+EOS = 60
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.integers(2, 16), st.integers(1, 8), st.integers(1, 3))
+def test_blocks(lengths: list[int], longest: int, targets: int, per_document: int) -> None:
+    if sum(length >= longest + targets for length in lengths) < 2:
+        with pytest.raises(ValueError, match="too short"):
+            choose_blocks(lengths, longest, targets, per_document, 4)
+        return
+    blocks = choose_blocks(lengths, longest, targets, per_document, 4)
+    scored = [(block.document, block.start + i) for block in blocks for i in range(targets)]
+    assert len(set(scored)) == len(scored)  # each target once
+    assert all(block.start - longest >= 0 and block.start + targets <= lengths[block.document] for block in blocks)
+    assert all(longest <= block.other_start <= lengths[block.other] for block in blocks)
+    assert all(block.other != block.document for block in blocks)
+    chosen = [block.document for block in blocks]
+    assert len(set(chosen)) <= 4
+    assert max(chosen.count(document) for document in chosen) <= per_document
+
+
+def test_contexts() -> None:
+    assert contexts_up_to(16) == [1, 2, 4, 8, 16]
+    assert contexts_up_to(100, 16) == [16, 32, 64, 100]
+    assert shared_longest([100] * 8 + [5000], 30) == 64
+    assert shared_longest([5000, 94], 30) == 64
+    assert shared_longest([1 << 22] * 8, 512) == 1 << 20
+    with pytest.raises(ValueError, match="too short"):
+        shared_longest([31, 5000], 30)
+    with pytest.raises(ValueError, match="contexts go from"):
+        contexts_up_to(8, 8)
+
+
+class Spy(NamedTuple):
+    """Everything that was read, as a state."""
+
+    seen: Tensor
+
+    @property
+    def batch(self) -> int:
+        return len(self.seen)
+
+    def select(self, rows: Any) -> "Spy":
+        return Spy(self.seen[list(rows)])
+
+
+class Echo(gss.LanguageModel):
+    """Knows its last `memory` tokens and expects the first of them to come again."""
+
+    def __init__(self, vocab_size: int, memory: int) -> None:
+        super().__init__(gss.preset("gss-tiny", vocab_size=vocab_size, width=4, depth=1, gate_width=4, channels=2))
+        self.memory, self.sequences = memory, []
+
+    def hidden(self, tokens: Tensor, state: Any = None, keep_state: bool = True, starts: Any = None) -> Any:
+        before = tokens[:, :0] if state is None else state.seen
+        seen = torch.cat([before, tokens], dim=1)
+        self.sequences += seen.tolist()
+        padded = F.pad(seen, (self.memory, 0), value=EOS)
+        echoed = padded[:, before.shape[1] + 1 :][:, : tokens.shape[1]]  # what came `memory` before the next token
+        return echoed.unsqueeze(2), Spy(seen) if keep_state else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return 20.0 * F.one_hot(hidden[..., 0], self.config.vocab_size)
+
+
+@pytest.mark.parametrize("piece", [3, 4096])
+def test_which_tokens_are_true(piece: int) -> None:
+    own, other = np.arange(1, 13)[None], np.arange(51, 59)[None]  # 8 of context and 4 targets
+    model = Echo(EOS + 1, 2)
+    block_losses(model, own, other, [2, 4, 8], 4, piece)
+    read = {tuple(sequence) for sequence in model.sequences}
+    for true in (2, 4, 8):
+        assert (*range(51, 59 - true), *range(9 - true, 12)) in read  # the last target is no input
+    assert max(map(len, read)) == 11
+    model.sequences.clear()
+    block_losses(model, own, other[:, :0], [2, 4, 8], 4, piece)
+    read = {tuple(sequence) for sequence in model.sequences}
+    assert {tuple(range(9 - true, 12)) for true in (2, 4, 8)} <= read
+    assert not any(token > 50 for sequence in read for token in sequence)
+
+
+def test_a_model_of_known_memory() -> None:
+    draw = np.random.default_rng(0)
+    for memory in (4, 16, 32):  # documents that repeat themselves after so many tokens
+        documents = [np.resize(draw.integers(0, EOS, memory), 200).tolist() for _ in range(6)]
+        dataset = dataset_from_arrays(documents, vocab_size=EOS + 1, eos_id=EOS)
+        result = probe_context(Echo(EOS + 1, memory), dataset, longest=128, targets=16, piece=50)
+        assert result.effective_context == memory
+        assert result.effective_interval == (memory, memory)
+        assert [row.context for row in result.replaced] == [1, 2, 4, 8, 16, 32, 64, 128]
+        assert all(row.loss < 1e-4 for row in result.replaced + result.fresh if row.context >= memory)
+        wrong = [min(16, max(0, memory - row.context)) / 16 for row in result.replaced]
+        assert [row.loss / 20 for row in result.replaced] == pytest.approx(wrong, abs=0.1)
+        assert result.replaced[-1].excess == result.replaced[-1].excess_error == 0
+        assert result.tokens == result.blocks * 16 == 12 * 16
+        assert result.documents == 6
+
+
+def test_no_gain_has_no_effective_context() -> None:
+    losses = np.random.default_rng(0).normal(3, 1, (8, 1)) * 100 + np.zeros((8, 4))
+    value, interval, error = effective_context([1, 2, 4, 8], losses, np.full(8, 100))
+    assert (value, interval, error) == (None, (1, 1), 0)
+    # A dip on the way does not count: from the effective context on, every longer one is within 5% of the gain.
+    losses += np.array([10.0, 0.0, 5.0, 0.0])
+    assert effective_context([1, 2, 4, 8], losses, np.full(8, 100))[:2] == (8, (8, 8))
+    losses[:, 2] -= 4.9
+    assert effective_context([1, 2, 4, 8], losses, np.full(8, 100))[:2] == (2, (2, 2))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_losses_are_those_of_whole_forwards(family: str) -> None:
+    model = gss.build_model(small_config(family)).double().eval()
+    own, other = torch.randint(0, EOS, (2, 26)).numpy(), torch.randint(0, EOS, (2, 20)).numpy()
+    found = block_losses(model, own, other, [1, 5, 20], 6, 7)
+    for column, context in enumerate([1, 5, 20]):
+        ids = torch.from_numpy(np.concatenate([other[:, : 20 - context], own[:, 20 - context :]], axis=1))
+        logits = model(ids[:, :-1])[0][:, -6:]
+        expected = F.cross_entropy(logits.transpose(1, 2), ids[:, -6:], reduction="none").sum(1)
+        assert found[:, column] == pytest.approx(expected.tolist(), rel=1e-9)
+
+
+def test_a_model_that_keeps_everything_is_limited() -> None:
+    documents = np.random.default_rng(0).integers(0, EOS, (3, 150)).tolist()
+    dataset = dataset_from_arrays(documents, vocab_size=EOS + 1, eos_id=EOS)
+    results = {}
+    for family in ("llama", "slide"):
+        model = gss.build_model(small_config(family)).train()
+        results[family] = probe_context(model, dataset, targets=20, unbounded_limit=32, position_tokens=300)
+        assert model.training
+    assert results["llama"].replaced[-1].context == results["llama"].by_position[-1].stop == 32
+    assert results["slide"].replaced[-1].context == 128
+    assert results["llama"].tokens == results["slide"].tokens
+    with pytest.raises(ValueError, match="too short: 0 of them have 512 tokens"):
+        probe_context(model, dataset, longest=512)
+    with pytest.raises(ValueError, match="at least 1"):
+        probe_context(model, dataset, targets=20, per_document=0)
+
+
+def solve(name: str, tokens: list[int], index: int, items: int) -> int:
+    """The token at a place, read from those before it."""
+    before = tokens[:index]
+    if name == "recall":
+        keys = before[: 2 * items : 2]
+        return before[2 * keys.index(before[-1]) + 1]
+    if name == "selective-copying":
+        return [token for token in before if token > 1][index - (len(tokens) - items)]
+    mark = 10 if name == "passkey" else 15
+    return before[before.index(mark) + index - (len(tokens) - items) + 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "items", "length"),
+    [
+        ("recall", 4, 16),
+        ("recall", 64, 512),
+        ("recall", 256, 1025),
+        ("induction", 1, 4),
+        ("induction", 3, 50),
+        ("selective-copying", 16, 33),
+        ("selective-copying", 5, 100),
+        ("passkey", 5, 12),
+        ("passkey", 5, 1 << 18),
+    ],
+)
+def test_tasks_can_be_solved(name: str, items: int, length: int) -> None:
+    task = make_task(name, items)
+    rows = 1 if length > 10_000 else 5
+    tokens, mask = task.draw(3, rows, length)
+    assert tokens.shape == mask.shape == (rows, length)
+    assert 0 <= tokens.min() <= tokens.max() < task.vocabulary
+    assert (mask.sum(1) == items).all()
+    for row, counted in zip(tokens.tolist(), mask, strict=True):
+        asked = np.flatnonzero(counted).tolist()
+        assert [solve(name, row, index, items) for index in asked] == [row[index] for index in asked]
+    again, other = task.draw(3, rows, length), task.draw((3, 1), rows, length)
+    assert (again.tokens == tokens).all()
+    assert (other.tokens != tokens).any()
+    with pytest.raises(ValueError, match="need a length"):
+        task.draw(0, 1, 2 * items)
+
+
+def test_a_task_is_learned_and_tested_longer() -> None:
+    config = small_config("gss2", attention={"sliding": None}, width=32)
+    task, seen = make_task("induction", vocabulary=4), []
+    options: dict[str, Any] = {"length": 8, "steps": 60, "rows": 32, "lengths": [8, 20]}
+    result = train_on_task(config, task, report=lambda done, total: seen.append(done), **options)
+    assert [row.length for row in result.accuracy] == [8, 20]
+    assert result.accuracy[0].accuracy == result.accuracy[0].solved > 0.5  # one in three by chance
+    assert result.loss < 1.0
+    assert seen == [*range(1, 61)]
+    options |= {"steps": 3}
+    assert train_on_task(config, task, **options).loss == train_on_task(config, task, **options).loss
+    other = task_optimizer(config, 2, "adamw", 1e-3)
+    assert train_on_task(config, task, length=8, steps=2, sequences=1, optimizer=other).optimizer == "adamw"
+
+
+def test_accuracy_counts_the_targets() -> None:
+    task = make_task("passkey", items=5)
+    draws = [task.draw((0, 1, 14, first), 4, 14) for first in (0, 4)]
+    expected = np.mean([(row[-5:] == row[-13:-8]).mean() for draw in draws for row in draw.tokens])
+    found = task_accuracy(Echo(64, 8).eval(), task, 14, sequences=8, piece=7, batch_tokens=28)
+    assert found.accuracy == pytest.approx(expected)
+    assert found.solved == np.mean([(row[-5:] == row[-13:-8]).all() for draw in draws for row in draw.tokens])
+
+
+def call(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands_and_report(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} says very little. " * 20, encoding="utf-8")
+    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), valid=0.4, workers=1)
+    model = ["model.width=8", "model.depth=1", "model.gate_width=8", "model.channels=2", "model.state_space.modes=2"]
+    run = ["steps=2", "length=32", "batch_tokens=64", "device=cpu", "report.evaluate_every=0", "report.sample_every=0"]
+    train(resolve("gss-tiny", None, [*model, *run], 257), tmp_path / "data", tmp_path / "run", quiet=True)
+    options = ("--data", tmp_path / "data", "--targets", 32, "--shortest", 4, "--longest", 64, "--device", "cpu")
+    table = " ".join(call("probe", tmp_path / "run", *options).split())
+    assert "true tokens" in table
+    assert "4 to 64 true tokens gain" in table
+    printed = json.loads(call("probe", "context", tmp_path / "run", *options, "--json"))
+    assert json.loads((tmp_path / "run" / "probe.json").read_text()) == printed[0]
+    assert [row["context"] for row in printed[0]["replaced"]] == [4, 8, 16, 32, 64]
+    assert printed[0]["step"] == 2
+    page = write_report([tmp_path / "run"], tmp_path / "page.html", max_tokens=0).read_text(encoding="utf-8")
+    assert "How far back it looks" in page
+
+    small = ("--set", "depth=1", "--set", "gate_width=8", "--set", "channels=2", "--set", "state_space.modes=2")
+    task = (
+        "probe",
+        "tasks",
+        "--preset",
+        "gss-tiny",
+        "--width",
+        8,
+        *small,
+        "--steps",
+        2,
+        "--rows",
+        4,
+        "--device",
+        "cpu",
+    )
+    facts = json.loads(call(*task, "--pairs", 4, "--vocabulary", 32, "--length", 16, "--lengths", "32", "--json"))
+    assert facts["items"] == 4
+    assert facts["model"]["width"] == 8
+    assert [row["length"] for row in facts["accuracy"]] == [16, 32]
+    assert "accuracy" in call(*task, "--task", "passkey", "--length", 20)
+    with pytest.raises(ValueError, match="there is no task 'chess'; choose from: " + ", ".join(TASKS)):
+        call(*task, "--task", "chess")
