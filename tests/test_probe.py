@@ -46,10 +46,11 @@ def test_contexts() -> None:
     assert contexts_up_to(16) == [1, 2, 4, 8, 16]
     assert contexts_up_to(100, 16) == [16, 32, 64, 100]
     assert shared_longest([100] * 8 + [5000], 30) == 64
-    assert shared_longest([5000, 94], 30) == 64
+    assert shared_longest([5000, 94], 30) == shared_longest([5000, 94, 1, 1], 30) == 64
     assert shared_longest([1 << 22] * 8, 512) == 1 << 20
-    with pytest.raises(ValueError, match="too short"):
-        shared_longest([31, 5000], 30)
+    for lengths in ([31, 5000], [5000]):
+        with pytest.raises(ValueError, match="2 of at least 32 tokens"):
+            shared_longest(lengths, 30)
     with pytest.raises(ValueError, match="contexts go from"):
         contexts_up_to(8, 8)
 
@@ -143,20 +144,22 @@ def test_losses_are_those_of_whole_forwards(family: str) -> None:
 
 
 def test_a_model_that_keeps_everything_is_limited() -> None:
-    documents = np.random.default_rng(0).integers(0, EOS, (3, 150)).tolist()
+    documents = [*np.random.default_rng(0).integers(0, EOS, (3, 150)).tolist()]
+    documents.insert(0, [1] * 39)  # too short to be probed, and the first to be scored by position
     dataset = dataset_from_arrays(documents, vocab_size=EOS + 1, eos_id=EOS)
     results = {}
     for family in ("llama", "slide"):
         model = gss.build_model(small_config(family)).train()
-        results[family] = probe_context(model, dataset, targets=20, unbounded_limit=32, position_tokens=300)
+        results[family] = probe_context(model, dataset, targets=20, unbounded_limit=32, position_tokens=40)
         assert model.training
     assert results["llama"].replaced[-1].context == results["llama"].by_position[-1].stop == 32
     assert results["slide"].replaced[-1].context == 128
     assert results["llama"].tokens == results["slide"].tokens
     with pytest.raises(ValueError, match="too short: 0 of them have 512 tokens"):
         probe_context(model, dataset, longest=512)
-    with pytest.raises(ValueError, match="at least 1"):
-        probe_context(model, dataset, targets=20, per_document=0)
+    for wrong in ({"per_document": 0}, {"position_tokens": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            probe_context(model, dataset, targets=20, **wrong)
 
 
 def solve(name: str, tokens: list[int], index: int, items: int) -> int:

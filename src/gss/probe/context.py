@@ -32,7 +32,7 @@ UNBOUNDED_LIMIT = 16_384
 """The longest for a model that keeps every token, whose cost grows with the square of it."""
 SHARE = 0.05
 """Of the whole gain from context: what the loss at the effective context may lack."""
-_ENOUGH = 8  # documents that reach the longest context which is chosen
+_ENOUGH = 8  # documents that reach it
 _RESAMPLES = 1000
 
 Numbers = npt.NDArray[np.int64]
@@ -94,13 +94,14 @@ def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
 
 
 def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
-    """The largest power of two, at most 1M, that eight documents (or all of fewer) have before some targets."""
+    """The largest power of two, at most 1M, that eight documents, or half of under 16, have before some targets."""
     ordered = sorted((int(length) for length in lengths), reverse=True)
-    room = ordered[min(_ENOUGH, len(ordered)) - 1] - targets
+    wanted = min(_ENOUGH, max(2, len(ordered) // 2))
+    room = ordered[wanted - 1] - targets if len(ordered) >= wanted else 0
     if room < 2:
         raise ValueError(
-            f"documents are too short: {min(_ENOUGH, len(ordered))} of at least {targets + 2:,} tokens are needed to "
-            f"score {targets:,} after some context; score fewer targets, or take longer documents"
+            f"documents are too short, or too few: {wanted} of at least {targets + 2:,} tokens are needed to score "
+            f"{targets:,} after some context; score fewer targets, or take longer documents"
         )
     return int(min(MOST, 1 << (room.bit_length() - 1)))
 
@@ -148,7 +149,7 @@ def probe_context(
 ) -> ContextProbe:
     """Measure how the loss of a fixed set of targets depends on the true tokens before them.
 
-    longest             the longest context; None: the largest power of two that eight documents reach
+    longest             the longest context; None: that of `shared_longest`
     targets             consecutive targets of a block
     per_document        blocks of a document, at most; `max_documents`: documents, at most
     unbounded_limit     the longest context for a model that keeps every token; the targets are the same for it
@@ -162,8 +163,8 @@ def probe_context(
     if not isinstance(model, LanguageModel):
         require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
         model = model.model
-    if min(targets, per_document, max_documents, piece, batch_tokens) < 1:
-        raise ValueError("targets, blocks, documents, piece and batch_tokens must be at least 1")
+    if min(targets, per_document, max_documents, position_tokens, piece, batch_tokens) < 1:
+        raise ValueError("targets, blocks, documents, position_tokens, piece and batch_tokens must be at least 1")
     longest = longest or shared_longest(dataset.lengths, targets)
     window = longest if model.bounded_state else min(longest, unbounded_limit)
     contexts = contexts_up_to(window, shortest)
@@ -183,7 +184,8 @@ def probe_context(
                     sums[way, first : first + len(part)] = block_losses(model, own, before, contexts, targets, piece)
             done += (total - position_tokens) // len(blocks) * len(part)
             report(done, total)
-        length = None if model.bounded_state else min(window, int(dataset.lengths.max()), position_tokens)
+        reach = int(np.clip(position_tokens - dataset.starts, 0, dataset.lengths).max())  # of a document that is scored
+        length = None if model.bounded_state else min(window, reach)
         whole = evaluate(
             model, dataset, [length], max_tokens=position_tokens, piece=piece, batch_tokens=batch_tokens,
             precision=precision, report=lambda scored, _: report(done + scored, total),
