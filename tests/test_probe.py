@@ -220,6 +220,20 @@ def test_a_task_is_learned_and_tested_longer() -> None:
     assert train_on_task(config, task, length=8, steps=2, sequences=1, optimizer=other).optimizer == "adamw"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_on_a_gpu() -> None:
+    documents = np.random.default_rng(0).integers(0, EOS, (3, 150)).tolist()
+    dataset = dataset_from_arrays(documents, vocab_size=EOS + 1, eos_id=EOS)
+    model = gss.build_model(small_config("gss"))
+    options: dict[str, Any] = {"targets": 20, "precision": "fp32"}
+    expected, found = (probe_context(model.to(where), dataset, **options).replaced for where in ("cpu", "cuda"))
+    assert [row.loss for row in found] == pytest.approx([row.loss for row in expected], abs=1e-3)
+    options = {"length": 64, "steps": 3, "rows": 4, "lengths": [5000], "device": "cuda"}
+    result = train_on_task(model.config, make_task("passkey"), **options)
+    assert np.isfinite(result.loss)
+
+
 def test_accuracy_counts_the_targets() -> None:
     task = make_task("passkey", items=5)
     draws = [task.draw((0, 1, 14, first), 4, 14) for first in (0, 4)]
