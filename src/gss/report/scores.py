@@ -126,7 +126,8 @@ def _kept(run: RunRecord, data: Path | None, lengths: Sequence[int] | None) -> S
 def _row(values: dict[str, Any]) -> LengthResult:
     fields = {name: value for name, value in _with_nan(values).items() if name != "perplexity"}
     positions = tuple(PositionLoss(**_with_nan(position)) for position in fields.pop("by_position"))
-    return LengthResult(**fields, by_position=positions)
+    documents = tuple((nats, count) for nats, count in fields.pop("by_document", ()))
+    return LengthResult(**fields, by_position=positions, by_document=documents)
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
