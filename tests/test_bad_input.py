@@ -90,7 +90,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"recurrent.block": 0}, "block must be"),
         ({"dropout": 1.0, "pattern": ["slide"]}, "dropout must be at least 0 and under 1, not 1.0"),
         ({"dropout": 0.1}, "gss layers have no dropout: set dropout to 0, not 0.1"),
-        ({"pattern": ["gss", "mamba"]}, "pattern cannot be 'mamba'; choose from: gss, dss, attention"),
+        ({"pattern": ["gss", "mamba"]}, "pattern cannot be 'mamba'; choose from: gss, gss2, dss, attention"),
         ({"pattern": []}, "pattern is empty"),
         ({"pattern": 3}, "pattern must be a list"),
         ({"activation": "tanh"}, "activation cannot be 'tanh'; choose from: gelu, relu2, swish"),

@@ -94,7 +94,7 @@ def test_a_sliding_window_has_a_bounded_state() -> None:
         ({"attention.rotary_base": 1.0}, "rotary_base must be over 1"),
         ({"embedding_std": 0.0}, "embedding_std must be over 0"),
         ({"activation": "sine"}, "activation cannot be 'sine'; choose from: gelu"),
-        ({"pattern": ["gss", "mamba"]}, "pattern cannot be 'mamba'; choose from: gss, dss, attention"),
+        ({"pattern": ["gss", "mamba"]}, "pattern cannot be 'mamba'; choose from: gss, gss2, dss, attention"),
         ({"norm": "none"}, "norm cannot be 'none'; choose from: layernorm, rmsnorm"),
         ({"state_space.discretization": "euler"}, "discretization cannot be 'euler'; choose from: zoh, bilinear"),
     ],

@@ -138,7 +138,9 @@ def generate_command(
 
     from gss.io.devices import pick_device
     from gss.lm import load
+    from gss.precision import check
 
+    check(precision)
     text = _standard_input() if prompt == "-" else _argument(prompt)
     options: dict[str, Any] = {
         "temperature": temperature,

@@ -5,7 +5,6 @@ is exactly the layer. A layer that has no plan of its own is decoded by its `for
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -105,7 +104,8 @@ def _replaced(module: nn.Module, by: Mapping[Any, nn.Module]) -> nn.Module:
     """A twin of a module that shares its parameters, with other modules in place of some of its parts."""
     if module in by:
         return by[module]
-    twin = copy.copy(module)
+    twin: nn.Module = object.__new__(type(module))  # copy.copy would call the class that FSDP2 has put in its place
+    twin.__dict__.update(module.__dict__)
     twin._compiled_call_impl = None  # which would call the module itself
     twin._modules = {name: child and _replaced(child, by) for name, child in module._modules.items()}
     return twin

@@ -89,7 +89,7 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream: dict[str, Any] = {"text/event-stream": {}}
 
     @app.post(
         "/v1/completions",
