@@ -5,7 +5,9 @@ number, so that accumulation, pieces and processes only change the order of addi
 is carried from step to step, cut off from the graph, and begins anew where a document does.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +108,7 @@ class Stepper:
                     state,
                     carried is not None,
                     scale,
-                    lambda first, last=last: gradients_synced(self._module, self.model, first and last),
+                    partial(self._synced, last),
                 )
             losses.append(loss)
             if kept is not None:
@@ -114,6 +116,9 @@ class Stepper:
         if after:
             self.lanes = after[0] if len(after) == 1 else ModelState.join(after)
         return losses
+
+    def _synced(self, last_rows: bool, last_piece: bool) -> AbstractContextManager[None]:
+        return gradients_synced(self._module, self.model, last_rows and last_piece)
 
     def _carried(self, batch: Batch[Tensor]) -> ModelState | None:
         """The state that this batch's rows go on from: none, or the lanes', fresh where a document begins."""
