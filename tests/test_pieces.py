@@ -48,7 +48,7 @@ def _whole(
     return loss, _gradients(model, state), after
 
 
-@pytest.mark.parametrize(("carried", "sizes"), [(False, (7, 16)), (True, (1, 9, 28, 50))], ids=["new", "carried"])
+@pytest.mark.parametrize(("carried", "sizes"), [(False, (8, 50)), (True, (1, 9, 28))], ids=["new", "carried"])
 @pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_pieces_give_the_loss_and_gradients_of_the_whole(family: str, carried: bool, sizes: tuple[int, ...]) -> None:
     model = _model(family)
@@ -146,5 +146,5 @@ def _learn(length: int, piece_tokens: int) -> object:
 
 
 def test_memory_does_not_grow_with_the_sequence() -> None:
-    """Beyond 64 states of 3 kB, and the allocator's noise. Read whole, the sequence takes about 200 MB more."""
-    assert peak_bytes(_learn, 1 << 15, 512) < 6 * 2**20
+    """Beyond 32 states of 3 kB, and the allocator's noise. Read whole, the sequence takes about 200 MB more."""
+    assert peak_bytes(_learn, 1 << 15, 1024) < 6 * 2**20
