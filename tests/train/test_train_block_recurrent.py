@@ -109,6 +109,8 @@ CASES = {
     "ddp adafactor rec": ("rec-fixed-skip", {}),
     "ddp adafactor feedback": ("feedback-lstm-single", {"micro_batch_tokens": 32}),
     "ddp adamw short rows": ("rec-fixed-skip", {"optimizer__name": "adamw", "length": 8, "batch_tokens": 32}),
+    "ddp adamw pieces": ("rec-fixed-skip", {"optimizer__name": "adamw", "piece_tokens": 12}),
+    "fsdp2 adamw pieces": ("feedback-fixed-skip", {"optimizer__name": "adamw", "parallel": "fsdp2", "piece_tokens": 5}),
     "fsdp2 adamw rec": ("rec-fixed-skip", {"optimizer__name": "adamw", "parallel": "fsdp2"}),
     "fsdp2 adamw feedback": ("feedback-fixed-skip", {"optimizer__name": "adamw", "parallel": "fsdp2"}),
 }

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer": ("transformer", {}),
     "accumulated": ("gss-hybrid", {"micro_batch_tokens": 32}),
     "lanes": ("gss-hybrid", {"batching": "lanes", "micro_batch_tokens": 32}),
+    "pieces": ("gss-hybrid", {"batching": "lanes", "micro_batch_tokens": 32, "piece_tokens": 20}),
     "muon": ("gss-hybrid", {"optimizer__name": "muon"}),
     "checkpointed": ("gss", {"activation_checkpointing": True}),
 }

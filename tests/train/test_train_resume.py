@@ -118,9 +118,14 @@ def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
         "checkpoint__every": 3,
         "report__log_every": 5,
         "micro_batch_tokens": 32,
+        "piece_tokens": 10,
         "activation_checkpointing": True,
     }
     assert train(small_config(**settings), corpus, tmp_path / "run", quiet=True).loss is None
+    straight = losses(tmp_path / "run")
+    for step in (12, 8):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"lost-{step}")
+    assert run(small_config(**settings), corpus, tmp_path / "run") == pytest.approx(straight, abs=1e-4)
 
 
 def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:

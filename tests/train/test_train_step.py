@@ -41,10 +41,20 @@ def _losses(config: TrainConfig, dataset: Dataset, steps: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("batching", ["segments", "lanes", "packed"])
 @pytest.mark.parametrize("micro_rows", [1, 3])
-def test_micro_batches_change_nothing_but_rounding(corpus: Path, batching: str, micro_rows: int) -> None:
+@pytest.mark.parametrize("piece_tokens", [None, 12])
+def test_micro_batches_and_pieces_change_nothing_but_rounding(
+    corpus: Path, batching: str, micro_rows: int, piece_tokens: int | None
+) -> None:
     dataset = open_dataset(corpus, "train")
     whole = small_config(batching=batching)
-    pieces = small_config(batching=batching, micro_batch_tokens=32 * micro_rows)
+    settings: dict[str, object] = {"batching": batching, "micro_batch_tokens": 32 * micro_rows}
+    if piece_tokens is not None:
+        settings |= {"piece_tokens": piece_tokens, "activation_checkpointing": micro_rows == 3}
+        if batching == "packed":
+            with pytest.raises(ValueError, match="packed rows are read whole: leave piece_tokens out"):
+                small_config(**settings)
+            return
+    pieces = small_config(**settings)
     expected = _losses(whole, dataset, 6, torch.float64)
     assert _losses(pieces, dataset, 6, torch.float64) == pytest.approx(expected, rel=1e-10)
     assert expected[-1] < expected[0]

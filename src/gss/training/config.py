@@ -142,7 +142,10 @@ class TrainConfig:
     batch_tokens: int = 1 << 19
     """Tokens a step over all processes: rows × length."""
     micro_batch_tokens: int | None = None
-    """Tokens that one process runs at a time; gradients of several such pieces are accumulated. None: all its rows."""
+    """Tokens that one process runs at a time; gradients of several such batches are accumulated. None: all its rows."""
+    piece_tokens: int | None = None
+    """Tokens of a row that are in memory at a time: the row is read in pieces, then back-propagated through piece by
+    piece, exactly, for about a third more work. None: whole rows."""
     batching: Literal["segments", "lanes", "packed"] = "segments"
     """Independent segments of documents (the paper's); lanes, which follow documents with the state carried; or
     short documents packed into rows (LM1B)."""
@@ -166,7 +169,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batching", "precision", "parallel"):
             _check_choice(self, name)
-        _check_least(self, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1)
+        _check_least(self, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1, piece_tokens=1)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
@@ -176,6 +179,8 @@ class TrainConfig:
             raise ValueError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of length ({self.length})"
             )
+        if self.piece_tokens is not None and self.batching == "packed":
+            raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
 
     @property
     def rows(self) -> int:
@@ -186,6 +191,7 @@ class TrainConfig:
 # What may differ when a run is continued: habits, and how the same arithmetic is laid out on machines.
 _FREE = {
     "micro_batch_tokens",
+    "piece_tokens",
     "precision",
     "device",
     "parallel",

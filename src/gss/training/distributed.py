@@ -148,7 +148,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_synced(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
-    """Exchange gradients in the backward of a step's last micro-batch only; before it they add up locally."""
+    """Exchange gradients in the last backward of a step only; before it they add up locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():

@@ -1,39 +1,25 @@
-"""One optimizer step on one global batch, the same on one process or many, in one piece or in micro-batches.
+"""One optimizer step on one global batch, the same on one process or many, whole, in micro-batches or in pieces.
 
 The loss is the mean over all counted targets of the global batch: every micro-batch's sum is divided by that one
-number, so that accumulation and processes only change the order of additions. In lanes the state of every row is
-carried from step to step, cut off from the graph, and begins anew where a document does.
+number, so that accumulation, pieces and processes only change the order of additions. In lanes the state of every row
+is carried from step to step, cut off from the graph, and begins anew where a document does.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gss.data import Batch
-from gss.loss import next_token_loss
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
+from gss.pieces import LossModule, Rows, accumulate
 from gss.precision import resolved, running
 from gss.training.config import TrainConfig
 from gss.training.distributed import World, gradients_synced, prepare_layers, replicate, shard
 from gss.training.optim import build_optimizer, clip_gradients, set_learning_rates
-
-
-class LossModule(nn.Module):
-    """Tokens and targets in, the summed loss out: one module, so that DDP sees the whole of forward and loss."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor, mask: Tensor, starts: Tensor | None, state: ModelState | None, keep: bool
-    ) -> tuple[Tensor, ModelState | None]:
-        """The summed loss of the counted targets, and the state after the tokens if it is to be kept."""
-        hidden, after = self.model.hidden(tokens, state, keep_state=keep, starts=starts)
-        loss = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, mask)
-        return loss, after
 
 
 @dataclass(frozen=True)
@@ -70,6 +56,7 @@ class Stepper:
         self._micro_rows = self._rows
         if config.micro_batch_tokens is not None:
             self._micro_rows = min(self._rows, config.micro_batch_tokens // config.length)
+        self._piece_tokens = config.piece_tokens or config.length
         prepare_layers(self.model, config)
         self._module: nn.Module = LossModule(self.model)
         if world.size > 1 and config.parallel == "fsdp2":
@@ -112,18 +99,26 @@ class Stepper:
             if carried is not None and self._micro_rows < self._rows:
                 state = carried.select(range(rows.start, rows.stop))
             starts = batch.starts[rows] if self.config.batching == "packed" else None
-            with gradients_synced(self._module, self.model, last):
-                with running(self.model, self.precision):
-                    loss, kept = self._module(
-                        batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, state, carried is not None
-                    )
-                (loss * scale).backward()
-            losses.append(loss.detach())
+            pieces = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts).split(self._piece_tokens)
+            with running(self.model, self.precision):
+                loss, kept = accumulate(
+                    self._module,
+                    self.model,
+                    pieces,
+                    state,
+                    carried is not None,
+                    scale,
+                    partial(self._synced, last),
+                )
+            losses.append(loss)
             if kept is not None:
-                after.append(kept.detach())
+                after.append(kept)
         if after:
             self.lanes = after[0] if len(after) == 1 else ModelState.join(after)
         return losses
+
+    def _synced(self, last_rows: bool, last_piece: bool) -> AbstractContextManager[None]:
+        return gradients_synced(self._module, self.model, last_rows and last_piece)
 
     def _carried(self, batch: Batch[Tensor]) -> ModelState | None:
         """The state that this batch's rows go on from: none, or the lanes', fresh where a document begins."""
