@@ -16,12 +16,12 @@ i + 1 from the state before it, C − 1 − j to the one after, C past the whole
 positions times q*·dq − dk*·k, would be a small difference of large numbers for fast modes.
 
 What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
-    forward   768 bytes (q, k, v in, y out), 384 more (k, v) with segments, and 57,344 FLOPs, 74k with segments and
-              scores made for each of two tiles of values
+    forward   768 bytes (q, k, v in, y out; the second tile of values finds q and k in the cache), 384 more (k, v) with
+              segments; 65,536 FLOPs (of which 8,192 are the second tile's scores), 81,920 with segments
     backward  2,688 bytes: states 640 (k, v in, 256 out), their gradients 640, all at once 1,408; 384 more with
-              segments; 147k FLOPs, 164k with segments
-At 4.2 TB/s and 740 TFLOP/s, for 16 × 4,096 tokens of 4 heads: forward 48 µs by bytes (72 with segments) and 20 by
-FLOPs (26), backward 168 µs (192) and 52 (58). Memory is the floor of all kernels. The lightest backward conceivable
+              segments; 147,456 FLOPs, 163,840 with segments
+At 4.2 TB/s and 740 TFLOP/s, for 16 × 4,096 tokens of 4 heads: forward 48 µs by bytes (72 with segments) and 23 by
+FLOPs (29), backward 168 µs (192) and 52 (58). Memory is the floor of all kernels. The lightest backward conceivable
 (q, k, v, dY in, dQ, dK, dV out, each once) would be 1,280 bytes: 80 µs.
 """
 
