@@ -79,24 +79,25 @@ def check(inputs: dict[str, Tensor], kind: torch.dtype, ends: bool = True) -> No
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("length", [2, 64, 131])
 def test_kernels_are_the_recurrence(length: int, carried: bool, kind: torch.dtype) -> None:
-    inputs = draw(length, batch=2)
+    inputs = draw(length, batch=2 if length == 2 else 1)
     if not carried:
         del inputs["state"], inputs["skip"]
     check(inputs, kind, ends=carried)
 
 
-@pytest.mark.parametrize("programs", [8, 24])
+@pytest.mark.parametrize("programs", [4, 6])
 def test_segments_side_by_side(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two and six segments of a sequence whose last chunk is short, and tiles of values with a rest."""
-    monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    check(draw(64 * 5 + 17, width=70), torch.float32)
+    """Two and three segments of a sequence whose last chunk is short, and tiles of values with a rest."""
+    for name, value in (("PROGRAMS", programs), ("TILE", 16), ("GRADIENT_TILE", 16)):
+        monkeypatch.setattr(kernels, name, value)
+    check(draw(64 * 2 + 17, heads=1, width=20), torch.float32)
 
 
 def test_every_mode_has_its_gradient() -> None:
     """That of λ mode by mode: a fast mode's is small, and lost if positions were counted from the sequence's start."""
-    inputs = {name: t for name, t in draw(200, batch=2).items() if name in NAMES[:4]}
+    inputs = {name: t for name, t in draw(150, heads=1).items() if name in NAMES[:4]}
     given = {name: t.bfloat16() if name != "rate" else t for name, t in inputs.items()}
-    weights = torch.randn(2, 200, 2, 6).bfloat16(), None
+    weights = torch.randn(1, 150, 1, 6).bfloat16(), None
     expected = outputs_and_gradients(plainly, {name: t.double() for name, t in given.items()}, weights)
     found = outputs_and_gradients(by_kernels, {name: t.to(DEVICE) for name, t in given.items()}, weights)
     for a, b in zip(found["gradient by rate"].cpu().unbind(2), expected["gradient by rate"].unbind(2), strict=True):
@@ -117,8 +118,9 @@ def test_inputs_that_lie_apart_in_memory() -> None:
 
 def test_what_a_compiler_is_told() -> None:
     """Shapes, kinds and gradients without data, against what the operation does."""
-    inputs = {name: t.to(DEVICE, torch.float64 if name == "rate" else torch.float32) for name, t in draw(3).items()}
-    given = tuple(t.requires_grad_() for t in inputs.values())
+    inputs = draw(3, heads=1)
+    kinds = [torch.float64 if name == "rate" else torch.float32 for name in inputs]
+    given = tuple(t.to(DEVICE, kind).requires_grad_() for t, kind in zip(inputs.values(), kinds, strict=True))
     torch.library.opcheck(kernels.matrix_scan, given, rtol=1e-4, atol=1e-4)
 
 
@@ -143,4 +145,4 @@ def test_a_layers_state_space_takes_them(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_half_precision_does_not_overflow() -> None:
     """Powers of e^λ inside a chunk reach e^32, more than float16 holds."""
-    check(draw(70), torch.float16)
+    check(draw(70, heads=1), torch.float16)

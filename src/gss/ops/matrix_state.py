@@ -35,10 +35,11 @@ def scan(
     in the precision of the inputs, the state in float32 at least. Powers of e^λ are made in float64: in float32 the
     phase of a fast mode would be off by 1e-5 at a chunk's end already.
     """
-    if values.shape[1] > 1 and fast.half(values) is not None:
+    half = fast.half(values) if values.shape[1] > 1 else None
+    if half is not None:
         from gss.ops.gpu.matrix_state import matrix_scan
 
-        y, state, *_ = matrix_scan(queries, keys, values, rate, skip, state)
+        y, state, *_ = matrix_scan(queries.to(half), keys.to(half), values.to(half), rate, skip, state)
         return y, state
     precise = torch.promote_types(values.dtype, torch.float32)
     if state is None:

@@ -38,9 +38,8 @@ PROGRAMS = 512
 SCAN = {"num_warps": 4, "num_stages": 2}
 STATES = {"num_warps": 4, "num_stages": 3}
 GRADIENT = {"num_warps": 8, "num_stages": 2}
-GRADIENT_TILE = 32
-"""Values at a time: with 64 its program of 8 warps would spill registers."""
-_TILE = 64  # values of a program of the other kernels
+TILE, GRADIENT_TILE = 64, 32
+"""Values of a program, and values at a time where it has them all: with 64 its 8 warps would spill registers."""
 
 
 @torch.library.custom_op("gss::matrix_scan", mutates_args=())
@@ -148,14 +147,14 @@ def _state_shape(keys: Tensor, values: Tensor) -> tuple[int, ...]:
 def _layout(keys: Tensor, values: Tensor) -> tuple[int, tuple[int, ...]]:
     """Chunks of a segment, and the shape of the states at segments' starts: [B, segments, h, 2, D, N]."""
     batch, length, heads, width = keys.shape
-    tiles = -(-values.shape[-1] // _TILE)
+    tiles = -(-values.shape[-1] // TILE)
     chunks = -(-length // CHUNK)
     wanted = max(1, PROGRAMS // (batch * heads * tiles))
     segment = -(-chunks // min(wanted, chunks))
     return segment, (batch, -(-chunks // segment), heads, 2, values.shape[-1], width // 2)
 
 
-def _sizes(keys: Tensor, values: Tensor, tile: int = _TILE) -> dict[str, object]:
+def _sizes(keys: Tensor, values: Tensor, tile: int | None = None) -> dict[str, object]:
     """Constants of the kernels. Operands of 16 bits are rounded to bfloat16: inside a chunk powers reach e^32."""
     modes, width = keys.shape[-1] // 2, values.shape[-1]
     kind = tl.float32 if values.dtype == torch.float32 else tl.bfloat16
@@ -163,7 +162,7 @@ def _sizes(keys: Tensor, values: Tensor, tile: int = _TILE) -> dict[str, object]
         "MODES": modes,
         "VALUES": width,
         "BN": max(16, triton.next_power_of_2(modes)),
-        "BD": min(tile, max(16, triton.next_power_of_2(width))),
+        "BD": min(tile or TILE, max(16, triton.next_power_of_2(width))),
         "C": CHUNK,
         "KIND": kind,
         "PRODUCTS": kind if values.is_cuda else tl.float32,  # the interpreter multiplies no bfloat16
@@ -172,7 +171,7 @@ def _sizes(keys: Tensor, values: Tensor, tile: int = _TILE) -> dict[str, object]
 
 def _grid(starts: Tensor, segments: int | None = None) -> tuple[int, int, int]:
     batch, count, heads, _, width, _ = starts.shape
-    return triton.cdiv(width, _TILE), count if segments is None else segments, batch * heads
+    return triton.cdiv(width, TILE), count if segments is None else segments, batch * heads
 
 
 def _powers(rate: Tensor, segment: int, length: int) -> Tensor:
