@@ -10,10 +10,10 @@ from tests.comparing import relative_error
 def inputs(length: int, batch: int = 2, heads: int = 3, modes: int = 4, values: int = 5) -> list[torch.Tensor]:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     decay = torch.exp(torch.linspace(-9, 0, modes, dtype=torch.float64)).expand(heads, modes)
-    eigenvalue = torch.complex(-decay, draw(heads, modes).exp())
+    rate = torch.stack([-decay, draw(heads, modes).exp()])
     q, k = draw(batch, length, heads, 2 * modes), draw(batch, length, heads, 2 * modes)
     state = draw(batch, heads, 2 * modes, values)
-    return [t.requires_grad_() for t in (q, k, draw(batch, length, heads, values), eigenvalue, state)]
+    return [t.requires_grad_() for t in (q, k, draw(batch, length, heads, values), rate, state)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 131, 200])

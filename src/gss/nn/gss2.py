@@ -105,14 +105,14 @@ class KeyedStateSpace(StateSpace):
         self.log_frequency = nn.Parameter(frequency.log().float())  # [h, N]: Im λ = exp(log_frequency)
         self.skip = nn.Parameter(torch.ones(self.heads))  # D
 
-    def eigenvalues(self) -> Tensor:
-        """λ [h, N], complex128."""
+    def rate(self) -> Tensor:
+        """λ, real and imaginary part, [2, h, N] float64."""
         decay = self.log_decay.double().exp().clamp(max=1.0)  # a faster mode would remember nothing, and overflow
-        return torch.complex(-decay, self.log_frequency.double().exp())
+        return torch.stack([-decay, self.log_frequency.double().exp()])
 
     @torch.no_grad()
     def time_constants(self) -> Tensor:
-        return (-1 / self.eigenvalues().real).flatten()
+        return (-1 / self.rate()[0]).flatten()
 
     @torch.no_grad()
     def responses(self, length: int) -> Tensor:
@@ -124,11 +124,10 @@ class KeyedStateSpace(StateSpace):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""
         with torch.autocast(values.device.type, enabled=False):
-            eigenvalue = self.eigenvalues()
+            rate = self.rate()
             # Keys of length √N a head, and every mode adding the same energy, whatever its time constant.
-            energy = torch.sqrt(-torch.expm1(2 * eigenvalue.real)).repeat(1, 2).to(values.dtype)
+            energy = torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2).to(values.dtype)
             queries, keys, values = (t.unflatten(-1, (self.heads, -1)) for t in (queries, keys, values))
             queries = F.rms_norm(queries, queries.shape[-1:], eps=1e-6) / math.sqrt(2 * self.modes)
             keys = F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy
-            y, state = matrix_state.scan(queries, keys, values, eigenvalue, state)
-            return y + self.skip.to(y.dtype).unsqueeze(-1) * values, state
+            return matrix_state.scan(queries, keys, values, rate, state, skip=self.skip)

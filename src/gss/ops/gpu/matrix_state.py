@@ -1,0 +1,215 @@
+"""The matrix state in chunks, with its gradients, on a GPU: the fast path of `gss.ops.matrix_state`.
+
+Every chunk is seen from its middle, c, as there: q'_i = q_i·e^{λ*(i−c)}, k'_j = k_j·e^{λ(c−j)} and, for the state S
+before it, Ŝ = e^{λ(c+1)}·S. Then everything between the turns is real matrix products,
+    Y = tril(Q'K'ᵀ)·V + Q'Ŝ (+ the skip's D·V),     Ŝ of the next chunk = e^{λC}·(Ŝ + K'ᵀV),
+and the gradient is, with R that of the bracket,
+    dQ' = tril(dY·Vᵀ)·K' + dY·Ŝᵀ,   dK' = tril(dY·Vᵀ)ᵀ·Q' + V·Rᵀ,   dV = tril(Q'K'ᵀ)ᵀ·dY + K'R,
+    R of the chunk before = (e^{λC})*·(R + Q'ᵀdY):
+the same recurrence backwards, so one kernel makes the states of both directions. The forward kernel goes along the
+chunks with the state in registers. Where rows, heads and tiles of values are few, the sequence is cut into segments:
+a first pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
+The gradient is one program per chunk, from states at every chunk's start that are computed again, not kept.
+
+λ's gradient is summed where its terms arise, each with the distance that it really bridges (i − j inside a chunk,
+i + 1 from the state before it, C − 1 − j to the one after, C past the whole of it). The shorter form, a sum of
+positions times q*·dq − dk*·k, would be a small difference of large numbers for fast modes.
+
+What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
+    forward   768 bytes (q, k, v in, y out; the second tile of values finds q and k in the cache), 384 more (k, v) with
+              segments; 65,536 FLOPs (of which 8,192 are the second tile's scores), 81,920 with segments
+    backward  2,688 bytes: states 640 (k, v in, 256 out), their gradients 640, all at once 1,408; 384 more with
+              segments; 147,456 FLOPs, 163,840 with segments
+At 4.2 TB/s and 740 TFLOP/s, for 16 × 4,096 tokens of 4 heads: forward 48 µs by bytes (72 with segments) and 23 by
+FLOPs (29), backward 168 µs (192) and 52 (58). Memory is the floor of all kernels. The lightest backward conceivable
+(q, k, v, dY in, dQ, dK, dV out, each once) would be 1,280 bytes: 80 µs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gss.ops.gpu.matrix_state_kernels import gradient_kernel, pass_kernel, powers_kernel, scan_kernel, states_kernel
+from gss.ops.matrix_state import CHUNK
+
+PROGRAMS = 512
+"""Segments are added until there are about so many programs."""
+SCAN = {"num_warps": 4, "num_stages": 2}
+STATES = {"num_warps": 4, "num_stages": 3}
+GRADIENT = {"num_warps": 8, "num_stages": 2}
+TILE, GRADIENT_TILE = 64, 32
+"""Values of a program, and values at a time where it has them all: with 64 its 8 warps would spill registers."""
+
+
+@torch.library.custom_op("gss::matrix_scan", mutates_args=())
+def matrix_scan(
+    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states at segments' starts and powers of e^λ."""
+    queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
+    segment, shape = _layout(keys, values)
+    table = _powers(rate, segment * CHUNK, values.shape[1])
+    starts = torch.empty(shape, device=values.device)
+    y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    after = torch.empty(_state_shape(keys, values), device=values.device)
+    _find_starts(keys, values, table, state, starts, segment)
+    sizes = _sizes(keys, values)
+    scan_kernel[_grid(starts)](
+        queries, keys, values, table, skip, starts, y, after, *_strides(queries, keys, values),
+        values.shape[1], keys.shape[2], segment, **sizes, **SCAN,
+    )  # fmt: skip
+    return y, after, starts, table
+
+
+@torch.library.custom_op("gss::matrix_scan_backward", mutates_args=())
+def matrix_scan_backward(
+    grad: Tensor,
+    grad_after: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    skip: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
+    grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
+    batch, length, heads, width = keys.shape
+    segment, _ = _layout(keys, values)
+    chunks = triton.cdiv(length, CHUNK)
+    kind = torch.float32 if values.dtype == torch.float32 else torch.bfloat16
+    states, ahead = (
+        torch.empty(batch, chunks, heads, 2, values.shape[-1], width // 2, dtype=kind, device=values.device)
+        for _ in range(2)
+    )
+    _run_states(keys, values, table, starts, states, None, segment)
+    starts_back = torch.empty_like(starts)
+    grad_state = torch.empty(_state_shape(keys, values), device=values.device)
+    _find_starts(queries, grad, table, grad_after, starts_back, segment, back=True)
+    _run_states(queries, grad, table, starts_back, ahead, grad_state, segment, back=True)
+    grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (queries, keys, values)]
+    partial = torch.empty(batch * chunks, heads, width + 1, device=values.device)
+    gradient_kernel[(chunks, heads, batch)](
+        queries, keys, values, grad, table, skip, states, ahead, *grads, partial,
+        *_strides(queries, keys, values, grad), length, **_sizes(keys, values, GRADIENT_TILE), **GRADIENT,
+    )  # fmt: skip
+    total = partial.sum(0, dtype=torch.float64)
+    return *grads, total[:, :-1].unflatten(1, (2, -1)).transpose(0, 1).contiguous(), total[:, -1].clone(), grad_state
+
+
+@matrix_scan.register_fake
+def _(queries, keys, values, rate, skip, state):
+    _, shape = _layout(keys, values)
+    after = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
+    table = values.new_empty(keys.shape[2], CHUNK + 4, 4, keys.shape[3] // 2, dtype=torch.float32)
+    return values.new_empty(values.shape), after, values.new_empty(shape, dtype=torch.float32), table
+
+
+@matrix_scan_backward.register_fake
+def _(grad, grad_after, starts, table, queries, keys, values, skip):
+    heads, width = keys.shape[2:]
+    grads = (t.new_empty(t.shape) for t in (queries, keys, values))
+    by_rate = values.new_empty(2, heads, width // 2, dtype=torch.float64)
+    by_state = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
+    return *grads, by_rate, by_rate.new_empty(heads), by_state
+
+
+def _save(ctx, inputs, output):
+    queries, keys, values, rate, skip, state = inputs
+    ctx.kinds = rate.dtype, None if skip is None else skip.dtype, None if state is None else state.dtype
+    ctx.save_for_backward(*output[2:], queries, keys, values, skip)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _backward(ctx, grad, grad_after, *_):
+    *grads, by_rate, by_skip, by_state = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
+    rest = zip((by_rate, by_skip, by_state), ctx.kinds, strict=True)
+    return *grads, *(None if kind is None else t.to(kind) for t, kind in rest)
+
+
+matrix_scan.register_autograd(_backward, setup_context=_save)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """With neighbours in the last dimension that are neighbours in memory; kernels take any other strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for t in tensors for stride in t.stride()[:3]]
+
+
+def _state_shape(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    return (keys.shape[0], *keys.shape[2:], values.shape[-1])
+
+
+def _layout(keys: Tensor, values: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Chunks of a segment, and the shape of the states at segments' starts: [B, segments, h, 2, D, N]."""
+    batch, length, heads, width = keys.shape
+    tiles = -(-values.shape[-1] // TILE)
+    chunks = -(-length // CHUNK)
+    wanted = max(1, PROGRAMS // (batch * heads * tiles))
+    segment = -(-chunks // min(wanted, chunks))
+    return segment, (batch, -(-chunks // segment), heads, 2, values.shape[-1], width // 2)
+
+
+def _sizes(keys: Tensor, values: Tensor, tile: int | None = None) -> dict[str, object]:
+    """Constants of the kernels. Operands of 16 bits are rounded to bfloat16: inside a chunk powers reach e^32."""
+    modes, width = keys.shape[-1] // 2, values.shape[-1]
+    kind = tl.float32 if values.dtype == torch.float32 else tl.bfloat16
+    return {
+        "MODES": modes,
+        "VALUES": width,
+        "BN": max(16, triton.next_power_of_2(modes)),
+        "BD": min(tile or TILE, max(16, triton.next_power_of_2(width))),
+        "C": CHUNK,
+        "KIND": kind,
+        "PRODUCTS": kind if values.is_cuda else tl.float32,  # the interpreter multiplies no bfloat16
+    }
+
+
+def _grid(starts: Tensor, segments: int | None = None) -> tuple[int, int, int]:
+    batch, count, heads, _, width, _ = starts.shape
+    return triton.cdiv(width, TILE), count if segments is None else segments, batch * heads
+
+
+def _powers(rate: Tensor, segment: int, length: int) -> Tensor:
+    """Turns of keys and of queries for each place of a chunk, then four powers of e^λ: [h, C + 4, 4, N]."""
+    _, heads, modes = rate.shape
+    table = torch.empty(heads, CHUNK + 4, 4, modes, device=rate.device)
+    powers_kernel[(heads, triton.cdiv(CHUNK + 4, 8))](
+        rate.contiguous(), table, segment, (length - 1) % CHUNK + 1, MODES=modes,
+        BN=triton.next_power_of_2(modes), C=CHUNK, ROWS=8, num_warps=4,
+    )  # fmt: skip
+    return table
+
+
+def _find_starts(
+    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, starts: Tensor, segment: int,
+    back: bool = False,
+) -> None:  # fmt: skip
+    """Fills `starts`; `back`, from the sequence's end with queries for keys and the output's gradient for values."""
+    sizes = _sizes(written, values)
+    _, segments, heads, *_ = starts.shape
+    if segments > 1:
+        states_kernel[_grid(starts, segments - 1)](
+            written, values, table, starts, None, None, *_strides(written, values),
+            values.shape[1], heads, segment, segments, **sizes, BACK=back, SUMS=True, **STATES,
+        )  # fmt: skip
+    pass_kernel[_grid(starts, 1)](
+        table, None if state is None else state.contiguous(), starts, heads, segments,
+        **{name: sizes[name] for name in ("MODES", "VALUES", "BN", "BD", "C")}, BACK=back, num_warps=4,
+    )  # fmt: skip
+
+
+def _run_states(
+    written: Tensor, values: Tensor, table: Tensor, starts: Tensor, states: Tensor, after: Tensor | None, segment: int,
+    back: bool = False,
+) -> None:  # fmt: skip
+    """The states before each chunk (`back`: after), from those at segments' starts, and the one at the end."""
+    states_kernel[_grid(starts)](
+        written, values, table, starts, states, after, *_strides(written, values),
+        values.shape[1], starts.shape[2], segment, starts.shape[1],
+        **_sizes(written, values), BACK=back, SUMS=False, **STATES,
+    )  # fmt: skip
