@@ -160,8 +160,8 @@ def main() -> None:
         lambda: errors(2, 1000, 4, torch.bfloat16),
         lambda: times(*SHAPES[0]),
         lambda: layer(16, 4096, True, False),
-        *(lambda name=name: training(16, 4096, False, False, name) for name in MODELS),  # type: ignore[misc]
-        *(lambda shape=shape: times(*shape) for shape in SHAPES[1:]),  # type: ignore[misc]
+        *(lambda name=name: training(16, 4096, False, False, name) for name in MODELS),
+        *(lambda shape=shape: times(*shape) for shape in SHAPES[1:]),
         lambda: layer(16, 4096, False, False),
         lambda: layer(16, 4096, False, True),
         lambda: errors(1, 8192, 4, torch.bfloat16),

@@ -117,9 +117,9 @@ class KeyedStateSpace(StateSpace):
     @torch.no_grad()
     def responses(self, length: int) -> Tensor:
         """Each mode's, [h·N, L], where query and key are the same unit vector."""
-        eigenvalue = self.eigenvalues().flatten().unsqueeze(1)
-        lag = torch.arange(length, device=eigenvalue.device)
-        return torch.sqrt(-torch.expm1(2 * eigenvalue.real)) * torch.exp(eigenvalue * lag).real
+        rate = self.rate().flatten(1).unsqueeze(-1)  # [2, h·N, 1]
+        response, _ = matrix_state.powers(rate, torch.arange(length, device=rate.device))
+        return torch.sqrt(-torch.expm1(2 * rate[0])) * response
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""

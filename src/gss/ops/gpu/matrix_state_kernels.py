@@ -100,19 +100,12 @@ def _product(left, right, total):
 
 
 @triton.jit
-def _state_at(states, index, d, n, MODES: tl.constexpr, VALUES: tl.constexpr):
-    """Where the real part of a state of the kernels, [.., 2, D, N], lies, and which of it exists; imaginary parts are
-    D·N further.
+def _state_at(states, index, d, n, MODES: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Where the real part of a state [.., 2, D, N] lies, `WHOLE` of one as layers keep it, [.., 2N, D], and which of
+    it exists; imaginary parts are D·N further.
     """
-    at = states + index * (2 * VALUES * MODES) + d[:, None] * MODES + n[None, :]
-    return at, (d < VALUES)[:, None] & (n < MODES)[None, :]
-
-
-@triton.jit
-def _whole_state_at(state, index, d, n, MODES: tl.constexpr, VALUES: tl.constexpr):
-    """The same for a state as layers keep it, [.., 2N, D]."""
-    at = state + index * (2 * VALUES * MODES) + n[None, :] * VALUES + d[:, None]
-    return at, (d < VALUES)[:, None] & (n < MODES)[None, :]
+    place = n[None, :] * VALUES + d[:, None] if WHOLE else d[:, None] * MODES + n[None, :]
+    return states + index * (2 * VALUES * MODES) + place, (d < VALUES)[:, None] & (n < MODES)[None, :]
 
 
 @triton.jit
@@ -141,7 +134,7 @@ def pass_kernel(
     re = tl.zeros((BD, BN), tl.float32)
     im = tl.zeros((BD, BN), tl.float32)
     if state is not None:
-        at, mask = _whole_state_at(state, row, d, n, MODES, VALUES)
+        at, mask = _state_at(state, row, d, n, MODES, VALUES, True)
         re, im = _load_state(at, mask, MODES, VALUES)
         if BACK:
             into_re, into_im = _power(table, head, n, 3, BACK, MODES, C)
@@ -206,7 +199,7 @@ def states_kernel(
         at, mask = _state_at(starts, (batch * segments + part + 1) * heads + head, d, n, MODES, VALUES)
         _store_state(at, mask, re, im, MODES, VALUES)
     elif after is not None and part == segments - 1:
-        at, mask = _whole_state_at(after, row, d, n, MODES, VALUES)
+        at, mask = _state_at(after, row, d, n, MODES, VALUES, True)
         _store_state(at, mask, re, im, MODES, VALUES)
 
 
@@ -258,7 +251,7 @@ def scan_kernel(
             tl.where(ends, out_re, step_re), tl.where(ends, out_im, step_im),
         )  # fmt: skip
     if part == segments - 1:
-        at, mask = _whole_state_at(after, row, d, n, MODES, VALUES)
+        at, mask = _state_at(after, row, d, n, MODES, VALUES, True)
         _store_state(at, mask, re, im, MODES, VALUES)
 
 
