@@ -38,8 +38,8 @@ def dss(results: Collection) -> str:
             below = "at or below" if statistics.fmean(ratio) <= 1 else "above"
             met = "meets" if faster >= _FAST else "misses"
             said.append(
-                f"On {corpus} GSS is {below} DSS ({_percent(statistics.fmean(ratio) - 1)}) and trains {faster:.2f}× as "
-                f"fast, which {met} {_FAST}×."
+                f"On {corpus} GSS is {below} DSS ({_percent(statistics.fmean(ratio) - 1)}) and trains {faster:.2f}× "
+                f"as fast, which {met} {_FAST}×."
             )
     return _answer(header, rows, said)
 
@@ -143,8 +143,8 @@ def _equal_parameters(results: Collection, corpus: str) -> list[str]:
         best.append((SYSTEMS[name].label, known[name]))
     (theirs, score), (ours, our_score) = best
     return [
-        f"On {corpus}, whole documents, equal parameters and tokens: the best of ours is {ours} ({our_score:.2f}), the "
-        f"best of theirs {theirs} ({score:.2f}): {_percent(our_score / score - 1)}."
+        f"On whole documents of {corpus}, at equal parameters and tokens, the best of ours is {ours} ({our_score:.2f}), "
+        f"the best of theirs {theirs} ({score:.2f}): {_percent(our_score / score - 1)}."
     ]
 
 

@@ -126,8 +126,8 @@ def missing(results: Collection) -> list[str]:
 def _missing_text(results: Collection) -> str:
     lines = missing(results)
     if not lines:
-        return "Every run that this page is to have is there."
-    return "\n".join(["Not run yet, a dash below:", "", *(f"- {line}" for line in lines)])
+        return "Every run of this page is there."
+    return "\n".join(["Not run yet, and a dash below:", "", *(f"- {line}" for line in lines)])
 
 
 def _papers_table(name: str, results: Collection) -> str:
@@ -192,7 +192,7 @@ def _by_text(results: Collection) -> dict[str, list[tuple[Trial, Record]]]:
 
 
 def _vocabulary(results: Collection) -> str:
-    """Bits a byte where a text was prepared with several vocabularies."""
+    """Bits per byte where a text was prepared with several vocabularies."""
     part = [entry for rows in _by_text(results).values() for entry in rows if len({r.corpus.name for r, _ in rows}) > 1]
     if not part:
         return "Not run yet."
@@ -241,7 +241,7 @@ def _runs(found: Found, stale: Sequence[str]) -> str:
     if not rows:
         return "Not run yet."
     names = ", ".join(f"`{name}`" for name in stale)
-    moved = [f"Made with other settings than today's, so in no table above: {names}."] if stale else []
+    moved = [f"Made with other settings than today's, and therefore in no table above: {names}."] if stale else []
     return "\n\n".join([markdown(header, rows), *moved])
 
 

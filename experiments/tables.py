@@ -16,11 +16,11 @@ _NOTES = {
     "init": "Perplexity by evaluation length; `slow` is the time constant in tokens that 5% of the modes exceed, "
     "`>1,000` the share of modes slower than 1,000 tokens, medians over layers, before and after training.",
     "rates": "Perplexity by evaluation length. The paper tuned the rate over the four here.",
-    "vocabulary": "Bits a byte of the same held-out text; rows compare where `held-out text` is the same. `raw` "
+    "vocabulary": "Bits per byte of the same held-out text; rows compare where `held-out text` is the same. `raw` "
     "divides by the UTF-8 bytes of the text before any vocabulary saw it; `back` by those that the scored tokens give "
     "back. A vocabulary that is not lossless never predicts what it drops (`dropped`, of the raw bytes), so its `raw` "
-    "is too low and its `back` is of an easier text. Equal training tokens, so equal arithmetic; `text seen` says how "
-    "much text that was.",
+    "is too low and its `back` is of an easier text. All rows have the same number of training tokens; `text seen` "
+    "says how much text that was.",
 }
 
 

@@ -108,7 +108,7 @@ SYSTEMS["gss-lanes"] = System(
     label="GSS in lanes",
     model="gss",
     settings={"batching": "lanes"},
-    about="GSS with the state carried from segment to segment in training, as the block-recurrent have it; "
+    about="GSS with the state carried from segment to segment in training, as the block-recurrent models do; "
     "not in the paper",
 )
 

@@ -17,13 +17,13 @@ LENGTH_NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
 _WORDS = {"corpus", "model"}  # columns that are text
 _BESIDE = (
-    "Perplexity is a token of the corpus's own vocabulary, by evaluation length; `whole` reads every document from end "
-    "to end with its state carried. Only differences within a corpus compare with the paper's: data, sizes and tokens "
-    "are other ones."
+    "Perplexity is per token of the corpus's own vocabulary, by evaluation length; `whole` reads every document from "
+    "end to end with its state carried. Compare only differences within a corpus with the paper's: its data, sizes and "
+    "numbers of tokens are different."
 )
 _NOTES = {
-    "table1": f"{_BESIDE} † is the paper's LM1B. The paper's steps are of 2^19 tokens on 64 TPUv4 cores.",
-    "table2": f"{_BESIDE} The paper's block-recurrent figures have the state carried, as `whole` has here.",
+    "table1": f"{_BESIDE} † is the paper's figure on LM1B. A step of the paper's has 2^19 tokens, on 64 TPUv4 cores.",
+    "table2": f"{_BESIDE} The paper's block-recurrent figures carry the state, as `whole` does here.",
 }
 
 
