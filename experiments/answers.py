@@ -143,8 +143,8 @@ def _equal_parameters(results: Collection, corpus: str) -> list[str]:
         best.append((SYSTEMS[name].label, known[name]))
     (theirs, score), (ours, our_score) = best
     return [
-        f"On whole documents of {corpus}, at equal parameters and tokens, the best of ours is {ours} ({our_score:.2f}), "
-        f"the best of theirs {theirs} ({score:.2f}): {_percent(our_score / score - 1)}."
+        f"On whole documents of {corpus}, at equal parameters and tokens: the best of ours is {ours} "
+        f"({our_score:.2f}), the best of theirs {theirs} ({score:.2f}): {_percent(our_score / score - 1)}."
     ]
 
 
