@@ -31,7 +31,7 @@ def stream_many(
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
-    own seed. With `state`, of as many sequences, each goes on from its own. `precision` is auto, fp32 or bf16
+    own seed. With `state`, of as many sequences, each continues from its own. `precision` is auto, fp32 or bf16
     (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
     """
     if max_tokens < 1:
@@ -73,7 +73,7 @@ def stream(
     state: ModelState | None = None,
     precision: str = "auto",
 ) -> Iterator[int]:
-    """Token ids that go on from a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
+    """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
     options = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state, "precision": precision}
     for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):  # type: ignore[arg-type]
         assert token is not None
@@ -81,7 +81,7 @@ def stream(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What a model reads before it goes on from a text: the end-of-document id, as a document starts in training."""
+    """What a model reads before it continues a text: the end-of-document id, as in training, and the text."""
     return [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
 
 

@@ -101,7 +101,7 @@ class LM:
         repetition_penalty    over 1: tokens that have occurred become less likely
         seed                  the same seed gives the same text
         stop                  texts to end before
-        state                 what `read` returned: the prompt, which may not be empty then, goes on from there
+        state                 what `read` returned: the prompt, which must not be empty then, continues from there
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
 
         >>> lm = gss.load(run)
@@ -134,7 +134,7 @@ class LM:
     def read(self, text: str, state: ModelState | None = None, *, precision: str = "auto") -> ModelState:
         """The state after a text, at the start of a document or after what `state` has read.
 
-        A long text is read once and gone on from as often as wanted; `gss.save_state` keeps the state in a file.
+        A long text is read once and continued as often as you like; `gss.save_state` keeps the state in a file.
 
         >>> lm = gss.load(run)
         >>> state = lm.read("Once upon a time")

@@ -106,7 +106,7 @@ def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) ->
     os.kill(int(children[-1]), signal.SIGKILL)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "going on from step" in output
+    assert "resuming from step" in output
     assert losses(out) == pytest.approx(straight, abs=0.01)
     assert losses(out)[:10] == pytest.approx(straight[:10], abs=1e-4)
 

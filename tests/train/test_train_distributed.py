@@ -173,7 +173,7 @@ def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) 
     process = command(*arguments)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "going on from step 4 of 12" in output
+    assert "resuming from step 4 of 12" in output
     one = losses(tmp_path / "run")
     assert one[:4] == two[:4]
     assert one == pytest.approx(two, abs=1e-5)

@@ -22,7 +22,7 @@ def test_the_whole_way_and_again(tmp_path: Path) -> None:
     process = command(*arguments)
     again, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "going on from step 3 of 3" in again
+    assert "resuming from step 3 of 3" in again
     assert [line for line in again.splitlines() if "nats per byte" in line] == [
         line for line in output.splitlines() if "nats per byte" in line
     ]

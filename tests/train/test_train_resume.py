@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     train(small_config(), corpus, tmp_path / "run")
     shown = capsys.readouterr().out
     assert f"{newest} is damaged: model.safetensors has other contents than were written" in shown
-    assert "going on from step 8" in shown
+    assert "resuming from step 8" in shown
     assert losses(tmp_path / "run") == straight
     checkpoint.verify(newest)
 
@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path, m
         config = small_config(report__log_every=log_every)
         with monkeypatch.context() as patch:
             patch.setattr(Stepper, "step", poisoned)
-            with pytest.raises(ValueError, match=r"loss at step 10 is nan.*goes on from step 8.*learning_rate"):
+            with pytest.raises(ValueError, match=r"loss at step 10 is nan.*resumes from step 8.*learning_rate"):
                 run(config, corpus, out)
         assert checkpoint.newest_good(out / "checkpoints")[0] == out / "checkpoints" / "step-00000008"
         assert losses(out) == straight[:9]

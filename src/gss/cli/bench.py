@@ -20,13 +20,14 @@ Model = Annotated[
 ]
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peer", metavar="NAME", help="Measure this beside it: transformer, dss, or any preset; repeatable."),
+    typer.Option("--peer", metavar="NAME", help="Also measure this: transformer, dss, or any preset; repeatable."),
 ]
 Shapes = Annotated[
-    list[str] | None, typer.Option("--shape", metavar="BATCHxLENGTH", help="Rows and tokens; repeatable.")
+    list[str] | None, typer.Option("--shape", metavar="BATCHxLENGTH", help="Rows and tokens per row; repeatable.")
 ]
 Compile = Annotated[
-    bool | None, typer.Option("--compile/--no-compile", help="Compile every layer. Default: in training on a GPU.")
+    bool | None,
+    typer.Option("--compile/--no-compile", help="Compile every layer. Default: only for training on a GPU."),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -99,7 +100,7 @@ def decode(
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time decoding a token, greedily, after contexts of several lengths.
+    """Time greedy decoding after contexts of several lengths.
 
     The decoder's logits are compared with the model's first.
     """
@@ -143,13 +144,13 @@ def data(
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", "-t", help="A vocabulary; by default one is trained on the spot.")
     ] = None,
-    megabytes: Annotated[int, typer.Option(min=1, help="Text to tokenise, in MB.")] = 48,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in a row of a batch.")] = 4096,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
+    megabytes: Annotated[int, typer.Option(min=1, help="Text to tokenize, in MB.")] = 48,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per row of a batch.")] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 32,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Time tokenising beside the bare library, and batching on one core."""
+    """Time tokenizing beside the bare library, and batching on one core."""
     from gss.bench.data import bench_data
 
     def measure(where: "torch.device", gpu: bool, **options: Any) -> list["Measurement"]:

@@ -19,10 +19,10 @@ Sources = Annotated[
 ]
 Local = Annotated[
     Path | None,
-    typer.Option("--from", help="A recipe's local copy; pg19 and lm1b come from the hub without it."),
+    typer.Option("--from", help="A recipe's local copy. Without it, pg19 and lm1b come from the hub."),
 ]
 Suffix = Annotated[
-    list[str] | None, typer.Option("--suffix", help="A further ending of plain text files, such as .tex; repeatable.")
+    list[str] | None, typer.Option("--suffix", help="Another ending of plain text files, such as .tex; repeatable.")
 ]
 Field = Annotated[str, typer.Option("--field", help="The field or column of rows that holds the text.")]
 HubName = Annotated[
@@ -46,12 +46,12 @@ def _tokenizer_group() -> None:
 
 def prepare_command(
     source: Sources,
-    out: Annotated[Path, typer.Option("--out", help="The folder to make; it appears only when it is complete.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", "-t", help="'bytes', a tokenizer.json, a SentencePiece .model, or a folder.")
     ] = "bytes",
     eos: Annotated[
-        str | None, typer.Option("--eos", help="The token that ends a document, where the vocabulary's is not known.")
+        str | None, typer.Option("--eos", help="The token that ends a document, if the vocabulary does not say.")
     ] = None,
     local: Local = None,
     splits: Annotated[
@@ -63,26 +63,28 @@ def prepare_command(
         ),
     ] = "auto",
     valid: Annotated[
-        float, typer.Option("--valid", help="Share of documents held out for validation, by hash.")
+        float, typer.Option("--valid", help="Share of documents held out for validation, chosen by hash.")
     ] = 0.05,
-    test: Annotated[float, typer.Option("--test", help="Share of documents held out for the test, by hash.")] = 0.0,
+    test: Annotated[
+        float, typer.Option("--test", help="Share of documents held out for testing, chosen by hash.")
+    ] = 0.0,
     suffix: Suffix = None,
     field: Field = "text",
     hub_name: HubName = None,
     hub_revision: HubRevision = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Processes; as many as there are cores by default.")
+        int | None, typer.Option("--workers", "-j", min=1, help="Number of processes. Default: one per core.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is in OUT already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is already in OUT.")] = False,
 ) -> None:
-    """Tokenise a corpus into memory-mapped shards. Run again after a kill, it continues."""
+    """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
     from gss.cli.progress import share_bar
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
     options = _source_options(local, suffix, field, hub_name, hub_revision, splits)
     vocabulary = load_tokenizer(tokenizer, eos)
-    with share_bar("tokenising") as show:
+    with share_bar("tokenizing") as show:
         manifest = prepare(
             source,
             out,
@@ -92,7 +94,7 @@ def prepare_command(
             test=test,
             workers=workers,
             force=force,
-            progress=lambda done, total: show("tokenising", done / total if total else 1.0),
+            progress=lambda done, total: show("tokenizing", done / total if total else 1.0),
         )
     _print_counts(manifest)
     _print_vocabulary(manifest)
@@ -110,9 +112,9 @@ def prepare_command(
 
 def data_command(
     folder: Annotated[Path, typer.Argument(help="A folder that gss prepare made.")],
-    sample: Annotated[int, typer.Option("--sample", help="The number of the document whose start is shown.")] = 0,
+    sample: Annotated[int, typer.Option("--sample", help="Number of the document whose beginning is shown.")] = 0,
 ) -> None:
-    """Show a prepared corpus: counts, lengths, a sample; verify all its hashes."""
+    """Show the counts, lengths and a sample of a prepared corpus, and verify all its hashes."""
     from gss.data import open_dataset, read_manifest
 
     manifest = read_manifest(folder)
@@ -128,21 +130,24 @@ def data_command(
 
 def train_command(
     source: Sources,
-    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to create.")],
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", help="Pieces; the paper's LM1B vocabulary has 30000.")
+        int, typer.Option("--vocab-size", help="Number of pieces; the paper's LM1B vocabulary has 30000.")
     ] = 30_000,
     model: Annotated[str, typer.Option("--model", help="'unigram' or 'bpe'.")] = "unigram",
     max_bytes: Annotated[
-        int, typer.Option("--max-bytes", min=1, help="Text to train on at most, taken evenly from the sources.")
+        int,
+        typer.Option("--max-bytes", min=1, help="Maximum amount of text to train on, taken evenly from the sources."),
     ] = 200_000_000,
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
     hub_name: HubName = None,
     hub_revision: HubRevision = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads; all cores by default.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a vocabulary that is in OUT already.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Number of threads. Default: all cores.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a vocabulary that is already in OUT.")] = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
     from gss.cli.progress import share_bar
@@ -162,7 +167,7 @@ def train_command(
             progress=show,
         )
     if trained.vocab_size < vocab_size:
-        print(f"note: the text has only {trained.vocab_size} pieces to give, not {vocab_size}")
+        print(f"note: the text yields only {trained.vocab_size} pieces, not {vocab_size}")
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
 
 
@@ -202,7 +207,7 @@ def _print_counts(manifest: "Manifest") -> None:
             f"{facts['longest']:,}",
             f"{facts['unigram_entropy']:.3f}",
         )
-    table.caption = "tokens count each document's end; entropy: nats per token of the unigrams"
+    table.caption = "tokens include the end of each document; entropy: unigram nats per token"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
     console = Console()
     if not console.is_terminal:

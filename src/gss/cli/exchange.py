@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 def export_command(
     run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.", metavar="DIR")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
 ) -> None:
     """Write a run's model as a folder that `transformers` loads, with its tokenizer and a model card."""
@@ -26,9 +26,9 @@ def import_command(
     folder: Annotated[
         Path, typer.Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")
     ],
-    run: Annotated[Path, typer.Argument(help="The run folder to make: new, or empty.")],
+    run: Annotated[Path, typer.Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
-    """Make a run folder, for `gss eval`, `gss generate` and `gss.load`, of a folder that `transformers` reads."""
+    """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
     print(f"wrote {_classes().import_folder(folder, run)}")
 
 

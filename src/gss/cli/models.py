@@ -35,10 +35,10 @@ def params(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, e.g. depth=8 or state_space.modes=64."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Sequence length that FLOPs and state are counted for.")] = 4096,
+    length: Annotated[int, typer.Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show what a model costs: parameters by part, FLOPs a token, state bytes a sequence."""
+    """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""
     from gss.accounting import account
     from gss.config import parse_assignments, to_mapping
     from gss.presets import preset as named
@@ -73,7 +73,9 @@ def params(
     console.print(table)
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(f"Forward pass at length {length:,}: {total}FLOP a token ({spent}); training costs three times that.")
+    console.print(
+        f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training costs three times that."
+    )
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 

@@ -1,4 +1,4 @@
-"""`gss quickstart`: the whole way once, on this machine's own Python library, in a few minutes on a CPU."""
+"""`gss quickstart`: from data to report once, on this machine's own Python library, in a few minutes on a CPU."""
 
 import math
 from pathlib import Path
@@ -25,13 +25,13 @@ def quickstart_command(
         str,
         typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: two minutes' training each."),
     ] = "tiny",
-    data: Annotated[Path, typer.Option(help="Where the corpus goes.")] = Path("data/stdlib"),
-    runs: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs"),
+    data: Annotated[Path, typer.Option(help="Folder for the corpus.")] = Path("data/stdlib"),
+    runs: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
 ) -> None:
     """Prepare the Python standard library, train a small GSS2 and a small GSS, evaluate, sample, report.
 
-    What is there already is continued. Each part is one command of its own; they are shown on the way.
+    Whatever exists already is continued. Each part is a command of its own, which is printed first.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -67,7 +67,7 @@ def quickstart_command(
         model, _, step, _ = load(folder)
         results[name] = evaluate(model, held_out, lengths)
         keep(folder, step, held_out, results[name])
-    table = length_table(results, "Python that they have not seen")
+    table = length_table(results, "Python code that they have not seen")
     Console(width=max(console.width, 110), highlight=False).print(table)
     for name, result in results.items():
         console.print(f"{name}: {result.rows[-1].loss:.3f} nats per byte")

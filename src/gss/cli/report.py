@@ -18,15 +18,15 @@ def report_command(
         Path | None, typer.Option(help="A corpus to score on. Default: each run's own validation data, if still there.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(help="Most tokens to score at each length where no scores are kept; 0 scores nothing.")
+        int, typer.Option(help="Most tokens to score at each length where no scores are stored; 0 scores nothing.")
     ] = 131_072,
     lengths: Annotated[
         str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Score anew, whatever scores are kept.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Score again, even where scores are stored.")] = False,
     device: Annotated[str, typer.Option(help="Where to score: cpu, cuda, or auto.")] = "auto",
     prompt: Annotated[
-        str | None, typer.Option(help="What samples go on from. Default: the run's own newest sample.")
+        str | None, typer.Option(help="The prompt of the samples. Default: show the run's own newest sample.")
     ] = None,
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""

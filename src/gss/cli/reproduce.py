@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def reproduce_command(
     target: Annotated[str, typer.Argument(help=_TARGETS)],
     out: Annotated[
-        Path, typer.Option(help="Where results go; with the same folder, finished runs are not run again.")
+        Path, typer.Option(help="Folder for the results; runs that are finished there are not run again.")
     ] = Path("runs/reproduce"),
     data: Annotated[
         list[Path] | None,
@@ -42,7 +42,8 @@ def reproduce_command(
     ] = None,
     scale: Annotated[str, typer.Option(help=_SCALES)] = "tiny",
     only: Annotated[
-        list[str] | None, typer.Option(help="Take only the system of this name; repeatable. A wrong one lists them.")
+        list[str] | None,
+        typer.Option(help="Take only the system of this name; repeatable. An unknown name lists them."),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Training tokens of every run, instead of the scale's; rounded to whole steps.")
@@ -53,16 +54,16 @@ def reproduce_command(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of every run, `key=value`, to try another than the recipe's."),
+        typer.Option("--set", help="A setting of every run, `key=value`, instead of the recipe's."),
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the table at the end.")] = False,
 ) -> None:
-    """Train and score the systems of a table of the paper at equal tokens; print it with the paper's figures beside.
+    """Train and score the systems of one of the paper's tables at equal tokens; print it beside the paper's figures.
 
-    Run again with the same --out it goes on: finished runs are known by their files in OUT/results, and an interrupted
-    one goes on from its checkpoint. What is fixed, and why: docs/reproducing.md.
+    With the same --out the command resumes: finished runs are known by their files in OUT/results, and an interrupted
+    one continues from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
     from rich.console import Console
 
@@ -105,7 +106,7 @@ def _corpora(data: list[Path], names: Sequence[str], scale: str) -> "list[Corpus
 
     if not data:
         if scale != "tiny":
-            raise ValueError("which data? give --data FOLDER, a corpus that gss prepare made or a folder of them")
+            raise ValueError("no data: give --data FOLDER, a corpus that gss prepare made or a folder of them")
         prepare(["stdlib"], STDLIB, load_tokenizer("bytes"))
         data = [STDLIB]
     return find_corpora(data, names)
@@ -124,7 +125,7 @@ def _conclude(outcome: "Outcome", out: Path) -> None:
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
     if outcome.commands:
-        print(f"\n{len(outcome.commands)} runs are for many GPUs. Train them, then give this command again:\n")
+        print(f"\n{len(outcome.commands)} runs need many GPUs. Train them, then run this command again:\n")
         print("\n".join(outcome.commands))
     if outcome.failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())

@@ -25,22 +25,24 @@ def serve_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of the model on a CPU. Default: all cores but one.")
+        int | None, typer.Option(min=1, help="CPU threads for the model. Default: all cores but one.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that run side by side at most.")] = 64,
-    queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait beside those.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
+    queue: Annotated[int, typer.Option(min=0, help="Maximum number of sequences that wait.")] = 256,
     piece: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts read between two steps. Default: 256, on a GPU 4,096.")
+        int | None, typer.Option(min=1, help="Prompt tokens read between two steps. Default: 256; on a GPU 4,096.")
     ] = None,
-    cache_mib: Annotated[int, typer.Option(min=0, help="Memory for the states of prompts, in MiB.")] = 256,
+    cache_mib: Annotated[int, typer.Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a request may ask for.")] = 4096,
-    max_n: Annotated[int, typer.Option(min=1, help="Most continuations of a prompt.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
+    max_n: Annotated[int, typer.Option(min=1, help="Maximum number of continuations of a prompt.")] = 16,
     max_body: Annotated[int, typer.Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
     max_seconds: Annotated[float, typer.Option(help="Longest time that a request may take.")] = 300.0,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds for what is running when the server stops.")] = 30.0,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
+    ] = 30.0,
 ) -> None:
-    """Serve a model: OpenAI-compatible completions, and a page to try it on."""
+    """Serve a model: OpenAI-compatible completions, and a playground in the browser."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,4 +1,4 @@
-"""`gss train`: train, or go on training."""
+"""`gss train`: train, or resume training."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +26,9 @@ def train_command(
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="A setting that may differ from the run that is continued, for example `steps`."),
+        typer.Option(help="A setting that may differ from those of the run that is resumed, for example `steps`."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; metrics.jsonl has it all the same.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress; metrics.jsonl still has it.")] = False,
 ) -> None:
     """Train a model on a prepared corpus, or continue from the newest good checkpoint of a run.
 

@@ -37,18 +37,18 @@ def evaluate_command(
     split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
     carry_state: Annotated[
-        bool, typer.Option("--carry-state", help="Also read every document whole, its state carried.")
+        bool, typer.Option("--carry-state", help="Also read every document whole, with its state carried.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Score at most this many tokens. Default: all.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time: bounds memory.")] = 4096,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time, which bounds memory.")] = 4096,
     batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side when windows are short.")] = 16_384,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Also write the rows to a CSV file.")] = None,
 ) -> None:
-    """Score held-out documents at several sequence lengths, the same target tokens at each."""
+    """Score held-out documents at several sequence lengths, with the same target tokens at each."""
     from rich.console import Console
 
     from gss.box import NAME
@@ -92,7 +92,7 @@ def evaluate_command(
 
 
 def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
-    """Perplexity by length, a row a model, with what else tells models apart."""
+    """Perplexity by length, one row per model, with other figures for the longest length."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -101,31 +101,37 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
     table.add_column("perplexity at", no_wrap=True)
     for row in first.rows:
         table.add_column("whole" if row.length is None else f"{row.length:,}", justify="right", no_wrap=True)
-    for column in ("± loss", "a word", "bits/byte"):
+    for column in ("± loss", "per word", "bits/byte"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         last = result.rows[-1]
         scores = [f"{row.perplexity:.3f}" for row in result.rows]
         error = "–" if math.isnan(last.standard_error) else f"{last.standard_error:.3f}"
         table.add_row(name, *scores, error, f"{last.word_perplexity:.4g}", f"{last.bits_per_byte:.3f}")
-    table.caption = "±: standard error of the loss over documents. The last three columns are of the longest length."
+    table.caption = "±: standard error of the loss over documents. The last three columns are for the longest length."
     return table
 
 
 def generate_command(
     run: Run = None,
     prompt: Annotated[
-        str, typer.Option(help="What to go on from; - reads standard input. Empty: a new document.")
+        str, typer.Option(help="The text to continue; - reads standard input. Empty: a new document.")
     ] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to produce.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to produce.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 samples as the model says.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Over 1: what has occurred becomes less likely.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep only this many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep only the likeliest tokens that reach this total probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep only tokens at least this fraction as likely as the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Over 1: tokens that have occurred become less likely.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Texts to produce, from consecutive seeds.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts to produce, from consecutive seeds.")] = 1,
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
@@ -133,7 +139,7 @@ def generate_command(
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
 ) -> None:
-    """Write text that goes on from a prompt, as it is produced."""
+    """Continue a prompt, printing the text as it is produced."""
     from rich.console import Console
 
     from gss.io.devices import pick_device
@@ -168,7 +174,7 @@ def generate_command(
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Run on so many threads (None: as it is), and as before afterwards."""
+    """Run on this many threads (None: as many as now), and restore the number afterwards."""
     import torch
 
     before = torch.get_num_threads()

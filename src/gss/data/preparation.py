@@ -54,7 +54,7 @@ def prepare(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it goes on.
+    """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it continues.
 
     Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
     contents; of a single text file, the end does. `force` replaces a corpus that is in `out` already; without it a

@@ -1,4 +1,4 @@
-"""Decoders: a model that goes on from a state, a token of each row at a time, fast.
+"""Decoders: a model that continues from a state quickly, one token of each row at a time.
 
 Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
 caches written in place, and state spaces that touch their states once in a block of tokens. How a layer does that is
@@ -107,7 +107,7 @@ class BlockedDecoder:
 
 
 class Decoder(BlockedDecoder):
-    """A model that goes on from a state, on any device and in any precision; no gradients.
+    """A model that continues from a state, on any device and in any precision; no gradients.
 
     >>> logits, state = gss.decode.read(model, prompt)
     >>> decoder = Decoder(model, state)
@@ -174,7 +174,7 @@ class Decoder(BlockedDecoder):
 
 
 def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> BlockedDecoder:
-    """The fastest decoder that goes on from a state with the model's own answers, to the precision asked for.
+    """The fastest decoder that continues from a state with the model's own answers, to the precision asked for.
 
     A `GraphDecoder` where GPU kernels can run, every layer has a plan for them and bfloat16 is asked for, by autocast
     around this call or by the model's parameters; else a `Decoder`.

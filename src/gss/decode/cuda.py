@@ -71,7 +71,7 @@ class _Room:
 
 
 class GraphDecoder(BlockedDecoder):
-    """A model that goes on from a state as CUDA graphs; without a GPU, in Triton's interpreter, the same launches.
+    """A model that continues from a state as CUDA graphs; without a GPU, in Triton's interpreter, the same launches.
 
     >>> decoder = GraphDecoder(model, state)
     >>> logits = decoder.step(tokens)                    # [B] → [B, V], float32

@@ -1,7 +1,7 @@
 """States of what was read, by the tokens that led to them: a prompt that begins like an earlier one starts from there.
 
 For a bounded-state model an entry has one size whatever its length. Entries are values that are never changed, so any
-number of sequences can go on from one. The least recently used go first when the bytes run out.
+number of sequences can continue from one. The least recently used go first when the bytes run out.
 """
 
 import hashlib

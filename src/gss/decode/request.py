@@ -14,7 +14,7 @@ Score = tuple[float | None, tuple[tuple[int, float], ...]]
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """One prompt, and how to go on from it."""
+    """One prompt, and how to continue it."""
 
     prompt: Sequence[int]
     max_tokens: int

@@ -26,7 +26,7 @@ def model_card(
         "preset": run.get("preset", "not recorded"),
         "vocabulary": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, hash `{tokenizer.hash[:16]}`",
         "training steps": f"{step:,}",
-        "tokens a step": f"{run['batch_tokens']:,}" if "batch_tokens" in run else "not recorded",
+        "tokens per step": f"{run['batch_tokens']:,}" if "batch_tokens" in run else "not recorded",
         "sequence length in training": f"{run['length']:,}" if "length" in run else "not recorded",
         "training data": f"{data['tokens']:,} tokens of {data['documents']:,} documents" if data else "not recorded",
         "hash of the data": f"`{data['hash']}`" if data.get("hash") else "not recorded",
@@ -68,7 +68,7 @@ The tokenizer puts the end-of-document token in front of a text: the model was t
 
 ## Limits
 
-It continues text as its training data would have gone on; it follows no instructions and its statements may be false,
+It continues text in the manner of its training data; it follows no instructions and its statements may be false,
 or as biased as that data. It was not tested for any use. Texts much longer than those it was trained on may be
 continued less well.
 {losses}"""

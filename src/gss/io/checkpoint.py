@@ -81,7 +81,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
             f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make "
-            f"room ({_free(folder)} free in {folder}) and give the same command again to go on from the newest",
+            f"room ({_free(folder)} free in {folder}) and run the same command again to resume from the newest",
         ) from error
     return final
 

@@ -2,7 +2,7 @@
 
     config.json        the resolved configuration        environment.json  versions, machine, command
     data.json          which data, by hash               tokenizer/        the vocabulary
-    metrics.jsonl      a row a step, and evaluations     samples/          text by step
+    metrics.jsonl      a row per step, and evaluations   samples/          text by step
     checkpoints/       see `checkpoint`
 
 Needs nothing of training, and reads no more of a checkpoint than the weights.
@@ -86,7 +86,7 @@ def save_state(state: ModelState, path: str | Path) -> None:
 
 
 def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
-    """A state that `save_state` kept. The model that goes on from it checks that it is its own.
+    """A state that `save_state` kept. The model that continues from it checks that it is its own.
 
     >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
     >>> gss.load_state(folder / "once.safetensors").position

@@ -1,4 +1,4 @@
-"""How layers decode: plans that read one token after another, without gradients, as fast as that goes on any device.
+"""How layers decode: plans that read one token after another, without gradients, on any device.
 
 A plan starts from a state, changes its own copies in place, and gives the state back at any time: between two steps it
 is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`ForwardPlan`). Rows may join and

@@ -98,7 +98,7 @@ def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Everything a model remembers of B sequences: enough to go on from there, whatever came before.
+    """Everything a model remembers of B sequences: enough to continue from there, whatever came before.
 
     >>> state = gss.load(run).read("Once upon a time")
     >>> both = gss.ModelState.join([state, state]).select([1, 0])

@@ -38,7 +38,7 @@ def write_report(
     lengths         lengths to score at; None: the paper's, as far as documents reach
     again           score anew, whatever scores are kept
     device          where runs are scored
-    prompt          what samples go on from; None: the run's own newest sample if it has one, else a new document
+    prompt          of the samples; None: the run's own newest sample if it has one, else a new document
     show            called with what is being done and the share of it that is done
     """
     require_matplotlib()

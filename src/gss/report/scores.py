@@ -31,7 +31,7 @@ class Scores:
     data: str | None = None
     """The hash of the data."""
     unigram_entropy: float | None = None
-    """Of the same split: nats a token of a guesser that knows only how often each id occurs."""
+    """Of the same split: nats per token of a guesser that knows only how often each id occurs."""
     missing: str = ""
 
 

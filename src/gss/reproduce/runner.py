@@ -1,4 +1,4 @@
-"""Trials one after another: skip what is done, go on with what was interrupted, keep what was finished.
+"""Trials one after another: skip what is done, resume what was interrupted, keep what was finished.
 
 OUT/results/*.json   one file per trial         OUT/TABLE.md   what they say together
 WORK/NAME/           run folders with checkpoints: only needed for trials that are not done

@@ -109,7 +109,7 @@ class ReportConfig:
     sample_every: int = 1000
     """Steps between samples of text; 0 for none."""
     sample_prompt: str = ""
-    """What samples go on from. Empty: the start of a document."""
+    """The prompt of samples. Empty: the start of a document."""
     sample_tokens: int = 200
     """Tokens a sample."""
     tensorboard: bool = False
@@ -138,7 +138,7 @@ class TrainConfig:
     steps: int = 125_000
     """Optimizer steps."""
     length: int = 4096
-    """L, tokens a row."""
+    """L, tokens per row."""
     batch_tokens: int = 1 << 19
     """Tokens a step over all processes: rows × length."""
     micro_batch_tokens: int | None = None

@@ -58,7 +58,7 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> TrainResult:
-    """Train, or go on training, in the folder `out` on the prepared corpus `data`.
+    """Train, or resume training, in the folder `out` on the prepared corpus `data`.
 
     `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file) and
     settings if wanted. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
@@ -158,7 +158,7 @@ class _Run:
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
                     name = interrupt.signal.name if interrupt.signal else "a signal to another process"
-                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; the same command goes on")
+                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; the same command resumes")
                     return self._result(int(interrupt.signal or 15))
         return self._result(None)
 
@@ -181,7 +181,7 @@ class _Run:
             self._clock = time.perf_counter()  # what they took is not the steps' time
 
     def _resume(self, allow: set[str]) -> None:
-        """Load the newest good checkpoint if there is any; refuse to go on as another run."""
+        """Load the newest good checkpoint if there is any; refuse to resume it as another run."""
         found = _on_leader(self.world, self._find_checkpoint)
         step = self.world.from_leader(-1 if found is None else found)
         if step < 0:
@@ -218,7 +218,7 @@ class _Run:
         if config.report.evaluate_every and self.validation is None:
             self.progress.note(f"the data has no split {probe.VALIDATION!r}: nothing will be evaluated on the way")
         if self.step:
-            self.progress.note(f"going on from step {self.step:,} of {config.steps:,}")
+            self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")
 
     def _log(self, show: bool) -> None:
         """Read the results of the steps since the last time, refuse what is not finite, write and maybe show."""
@@ -301,7 +301,7 @@ class _Run:
         if what := self._data.changed():
             raise ValueError(
                 f"the data changed under the run, so step {self.step:,} was not saved: {what}. Put the data back "
-                f"and give the same command again; it goes on from {self._newest()}"
+                f"and run the same command again; it resumes from {self._newest()}"
             )
         checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
         keep = self.config.checkpoint
@@ -313,7 +313,7 @@ class _Run:
     def _diverged(self, step: int, loss: float, norm: float, rate: float) -> ValueError:
         return ValueError(
             f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate {rate:.2e}): the run "
-            f"diverged and was stopped. Nothing after it was saved; the same command goes on from {self._newest()}. "
+            f"diverged and was stopped. Nothing after it was saved; the same command resumes from {self._newest()}. "
             "If it happens again, lower optimizer.learning_rate or raise optimizer.warmup_steps (with --allow), or "
             "set precision=fp32"
         )
@@ -338,8 +338,8 @@ def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datas
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)
-        # Another vocabulary is another model: there is no going on with it.
-        otherwise = "" if "model.vocab_size" in changed else f", or go on all the same with {flags}"
+        # Another vocabulary is another model, which cannot be resumed.
+        otherwise = "" if "model.vocab_size" in changed else f", or resume anyway with {flags}"
         raise ValueError(
             f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
         )

@@ -36,7 +36,7 @@ def validation_losses(
 
 
 def sample(model: LanguageModel, training: Dataset, config: TrainConfig) -> str:
-    """The prompt and a text that goes on from it, made without dropout."""
+    """The prompt and its continuation, made without dropout."""
     report = config.report
     learning = model.training
     model.eval()

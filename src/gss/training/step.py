@@ -41,7 +41,7 @@ class Stepper:
     def __init__(self, model: LanguageModel, config: TrainConfig, world: World) -> None:
         if config.rows % world.size:
             raise ValueError(
-                f"{config.rows} rows a step (batch_tokens ÷ length) cannot be shared by {world.size} processes: "
+                f"{config.rows} rows per step (batch_tokens ÷ length) cannot be divided among {world.size} processes: "
                 "change batch_tokens or the number of processes"
             )
         if config.batching == "lanes" and not model.bounded_state:
@@ -121,7 +121,7 @@ class Stepper:
         return gradients_synced(self._module, self.model, last_rows and last_piece)
 
     def _carried(self, batch: Batch[Tensor]) -> ModelState | None:
-        """The state that this batch's rows go on from: none, or the lanes', fresh where a document begins."""
+        """The state before this batch: none, or that of the lanes, fresh where a document begins."""
         if self.lanes is None:
             return None
         return self.lanes.where(batch.starts[:, 0], self.model.initial_state(self._rows))
