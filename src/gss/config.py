@@ -83,7 +83,7 @@ class AttentionConfig:
     sliding: int | None = None
     """A number W: a token of an attention layer sees itself and the W − 1 before it. Not together with `chunk`."""
     window: int = 512
-    """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state moves on."""
+    """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state is updated."""
     rotary_base: float = 500_000.0
     """Of the rotations in a model with rotary positions: the slowest pair turns by about 1/base radians per token."""
     qk_norm: bool = False

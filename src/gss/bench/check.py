@@ -1,4 +1,4 @@
-"""Correctness before speed: what is measured against plain arithmetic in float64, and a refusal where it differs.
+"""Correctness before speed: compare what is measured with plain arithmetic in float64, and refuse where it differs.
 
 The limit is what reduced precision costs anyway: a path may be as far from float64 as bf16 operands are, or a few times
 as far as plain PyTorch in the same precision, and never further.

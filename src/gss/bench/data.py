@@ -1,6 +1,6 @@
-"""The data pipeline: tokenising beside the bare library, batching on one core.
+"""The data pipeline: tokenizing beside the bare library, batching on one core.
 
-The text is the standard library of the Python at hand, as often as wanted; the vocabulary is the user's, or one that
+The text is the standard library of this Python, repeated as needed; the vocabulary is the user's, or one that
 is trained on it first. Everything is written to a temporary folder and removed.
 """
 

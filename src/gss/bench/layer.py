@@ -1,8 +1,8 @@
 """One GSS layer, and its state-space part alone, forward and backward: time, memory and error.
 
 On a CPU in float32; on a GPU in bf16 autocast, with our kernels and without. Correctness comes first: every path's
-output and gradients are compared with float64 ones, and a rival's output with ours; where they differ nothing is
-reported.
+output and gradients are compared with float64 ones, and nothing is reported where they
+differ.
 """
 
 import statistics

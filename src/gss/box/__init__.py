@@ -1,6 +1,6 @@
 """The model that comes with the package: a small GSS-Hybrid on books, used where no run is named.
 
-`folder` says where it lies; it is a run folder like any other, with weights in bf16 and a card (docs/box.md says how it
+`folder` says where it is; it is a run folder like any other, with weights in bf16 and a card (docs/box.md says how it
 is made). Imports no torch.
 """
 

@@ -1,4 +1,4 @@
-"""Progress of a long job: a bar on a terminal, a plain line now and then where the output is piped."""
+"""Progress of a long job: a bar on a terminal, an occasional plain line where the output is piped."""
 
 import sys
 import time

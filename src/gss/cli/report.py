@@ -1,4 +1,4 @@
-"""`gss report`: what runs did, to look at."""
+"""`gss report`: one HTML page on one or several runs."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,6 +1,6 @@
 """Sources: from what the user names (paths, or a recipe) to the spans that will be read, in a fixed order.
 
-Recipes are the corpora of the paper by their names, and the standard library of the Python at hand. `pg19` and `lm1b`
+Recipes are the corpora of the paper by their names, and the standard library of this Python. `pg19` and `lm1b`
 come from a local copy in their published formats or from the hub; `arxiv` and `github` from a local folder, as neither
 was ever released. Looks at names and sizes only; contents are read later by `formats`. Knows nothing of tokens.
 """

@@ -1,7 +1,7 @@
 """Training SentencePiece vocabularies that lose nothing: any text comes back as it was.
 
-Text is sampled from sources into a temporary file, and the library trains in a process of its own whose log tells how
-far it is. Spaces, newlines and tabs are pieces like others and bytes stand in for rare characters. Knows nothing of
+Text is sampled from sources into a temporary file, and the library trains in a process of its own whose log shows
+its progress. Spaces, newlines and tabs are pieces like others and bytes stand in for rare characters. Knows nothing of
 splits: held-out text should not be among the sources.
 """
 

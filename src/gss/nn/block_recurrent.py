@@ -1,7 +1,7 @@
 """Block-Recurrent Transformers: blocks on windows that read, and one of which writes, a recurrent state.
 
-The state's vectors move on once per window: the recurrent block's tokens, of the window and the one before, are what
-they attend to. Within a window every reading block attends to the vectors as they came in. `RecurrentLayer` is one
+The vectors of the state are updated once per window: they attend to the tokens of the recurrent block, in this window
+and the one before. Within a window every reading block attends to the vectors as they came in. `RecurrentLayer` is one
 block between others of any kind ("Rec"); `FeedbackLayer` is a whole stack that runs window by window, every block of
 which reads the vectors ("Feedback"), with keys and values made once by the recurrent one.
 """

@@ -1,4 +1,4 @@
-"""Where tokens lie in windows of W: the bookkeeping of layers whose memory moves on a window at a time.
+"""Where tokens lie in windows of W: the bookkeeping of layers whose memory advances one window at a time.
 
 A cache holds 2W slots per row: the window before the current one, then the current one as far as it has been read,
 zeros beyond. A piece of any length is laid out after what its row has read; rows may stand at different places in
