@@ -1,4 +1,4 @@
-"""The recurrent state of a Block-Recurrent Transformer: S vectors that attend to a window of tokens and are then updated.
+"""The recurrent state of a Block-Recurrent Transformer: S vectors that are updated after every window.
 
     memory = cell.read(vectors)                        # keys and values that tokens attend to
     vectors = cell.update(vectors, memory, keys, values)   # after a window, over its tokens' keys and values
