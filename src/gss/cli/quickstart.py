@@ -24,7 +24,7 @@ def quickstart_command(
     config: Annotated[
         str,
         typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: two minutes' training each."),
-    ] = "tiny",
+    ] = "quickstart",
     data: Annotated[Path, typer.Option(help="Folder for the corpus.")] = Path("data/stdlib"),
     runs: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
