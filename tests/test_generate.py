@@ -9,7 +9,7 @@ import gss
 import gss.decode.sampler
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
-from gss.generate import Sampling, _decoded, _until, generate, read, stream, stream_many
+from gss.generate import Sampling, StopStrings, TextPieces, _text, generate, read, stream, stream_many
 from gss.io.runs import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
@@ -153,18 +153,22 @@ def test_a_draw_is_its_seeds_and_positions_alone(monkeypatch: pytest.MonkeyPatch
 def test_text_comes_in_whole_characters() -> None:
     tokenizer = load_tokenizer("bytes")
     text = "naïve — 🙂!"
-    pieces = list(_decoded(tokenizer, [], iter(tokenizer.encode(text).tolist())))
+    pieces = list(_text(TextPieces(tokenizer), StopStrings([]), iter(tokenizer.encode(text).tolist())))
     assert "".join(pieces) == text
     assert pieces == list(text)
     broken = [0xF0, 0x9F, *b"ab"]
-    assert "".join(_decoded(tokenizer, [], iter(broken))) == tokenizer.decode(broken)
+    assert "".join(_text(TextPieces(tokenizer), StopStrings([]), iter(broken))) == tokenizer.decode(broken)
 
 
 def test_stop_strings() -> None:
-    assert "".join(_until(["END"], iter(["ab", "E", "N", "x", "EN", "D", "more"]))) == "abENx"
-    assert "".join(_until(["END", "b"], iter(["ab", "END"]))) == "a"
-    assert "".join(_until(["END"], iter(["abEN"]))) == "abEN"
-    assert list(_until([], iter(["a", "b"]))) == ["a", "b"]
+    def until(marks: list[str], *pieces: str) -> list[str]:
+        stop = StopStrings(marks)
+        return [shown for shown in (*map(stop.push, pieces), stop.rest()) if shown]
+
+    assert "".join(until(["END"], "ab", "E", "N", "x", "EN", "D", "more")) == "abENx"
+    assert "".join(until(["END", "b"], "ab", "END")) == "a"
+    assert "".join(until(["END"], "abEN")) == "abEN"
+    assert until([], "a", "b") == ["a", "b"]
 
 
 def test_generate() -> None:

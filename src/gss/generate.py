@@ -94,17 +94,24 @@ def stream_text(
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    state: ModelState | None = None,
     precision: str = "auto",
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, each whole characters; ends before any of the `stop` strings.
 
-    The model reads the end-of-document id first, as it does at a document's start in training.
+    The model reads the end-of-document id first, as it does at a document's start in training; not with a `state`,
+    which the prompt goes on from.
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    ids, eos_id = prompt_ids(tokenizer, prompt), tokenizer.eos_id
-    tokens = stream(model, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, eos_id=eos_id, precision=precision)
-    return _until(stop, _decoded(tokenizer, ids[1:], tokens))
+    ids = prompt_ids(tokenizer, prompt)
+    text = ids[1:]
+    if state is not None and not text:
+        raise ValueError("the prompt is empty: with a state, give the text that comes next")
+    options: dict[str, Any] = {"sampling": sampling, "seed": seed, "state": state, "precision": precision}
+    reading = ids if state is None else text
+    tokens = stream(model, reading, max_tokens=max_tokens, eos_id=tokenizer.eos_id, **options)
+    return _text(TextPieces(tokenizer, text), StopStrings(stop), tokens)
 
 
 def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> str:
@@ -172,21 +179,12 @@ class StopStrings:
         return "" if self.ended else self._held
 
 
-def _decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that each token adds, as soon as it is whole characters."""
-    text = TextPieces(tokenizer, prompt)
-    yield from (piece for token in tokens if (piece := text.push(token)))
-    if rest := text.rest():
-        yield rest
-
-
-def _until(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces up to the first stop string; a piece that may be the beginning of one is held back."""
-    stopping = StopStrings(stop)
-    for piece in pieces:
-        if shown := stopping.push(piece):
+def _text(pieces: TextPieces, stop: StopStrings, tokens: Iterator[int]) -> Iterator[str]:
+    """The text of tokens up to a stop string; what may be the beginning of one is held back."""
+    for token in tokens:
+        if shown := stop.push(pieces.push(token)):
             yield shown
-        if stopping.ended:
+        if stop.ended:
             return
-    if rest := stopping.rest():
-        yield rest
+    if shown := stop.push(pieces.rest()) + stop.rest():
+        yield shown

@@ -10,8 +10,7 @@ import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import Sampling, StopStrings, TextPieces, prompt_ids, read
-from gss.generate import stream as stream_tokens
+from gss.generate import Sampling, prompt_ids, read, stream_text
 from gss.io.runs import load_model, read_config
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
@@ -112,24 +111,17 @@ class LM:
         sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
-        if "" in stop:
-            raise ValueError("a stop string is empty: it would end every text at once")
-        ids = prompt_ids(self.tokenizer, prompt)
-        if state is not None:
-            ids = ids[1:]  # the document has begun
-            if not ids:
-                raise ValueError("the prompt is empty: with a state, give the text that comes next")
-        tokens = stream_tokens(
+        return stream_text(
             self.model,
-            ids,
+            self.tokenizer,
+            prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             seed=seed,
-            eos_id=self.tokenizer.eos_id,
+            stop=stop,
             state=state,
             precision=resolved(precision, self.model),
         )
-        return _text(TextPieces(self.tokenizer, ids if state is not None else ids[1:]), StopStrings(stop), tokens)
 
     def read(self, text: str, state: ModelState | None = None, *, precision: str = "auto") -> ModelState:
         """The state after a text, at the start of a document or after what `state` has read.
@@ -158,17 +150,6 @@ class LM:
         with running(self.model, resolved(precision, self.model)):
             logs = [part.log_probability[0] for part in score_sequences(self.model, [ids])]
         return Score(tuple(ids[1:]), tuple(torch.cat(logs).tolist()) if logs else ())
-
-
-def _text(pieces: TextPieces, stop: StopStrings, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of tokens up to a stop string; what may be the beginning of one is held back."""
-    for token in tokens:
-        if shown := stop.push(pieces.push(token)):
-            yield shown
-        if stop.ended:
-            return
-    if shown := stop.push(pieces.rest()) + stop.rest():
-        yield shown
 
 
 def load(run: str | Path | None = None, *, step: int | None = None, device: torch.device | str = "cpu") -> LM:

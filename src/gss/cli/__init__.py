@@ -5,6 +5,7 @@ Nothing heavy is imported here or at the top of the command modules, so that `gs
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -41,17 +42,26 @@ def _options(
     """Long-range language models built on Gated State Spaces."""
 
 
-models.register(app)
-data.register(app)
-use.register(app)
-serve.register(app)
-bench.register(app)
-probe.register(app)
-train.register(app)
-exchange.register(app)
-quickstart.register(app)
-report.register(app)
-reproduce.register(app)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "presets": models.presets,
+    "params": models.params,
+    "prepare": data.prepare_command,
+    "data": data.data_command,
+    "eval": use.evaluate_command,
+    "generate": use.generate_command,
+    "serve": serve.serve_command,
+    "train": train.train_command,
+    "export": exchange.export_command,
+    "import": exchange.import_command,
+    "quickstart": quickstart.quickstart_command,
+    "report": report.report_command,
+    "reproduce": reproduce.reproduce_command,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+app.add_typer(data.tokenizer_app, name="tokenizer")
+app.add_typer(bench.bench, name="bench")
+app.add_typer(probe.probe, name="probe")
 
 
 def main() -> None:

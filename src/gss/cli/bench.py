@@ -33,11 +33,6 @@ Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.add_typer(bench, name="bench")
-
-
 @bench.command()
 def train(
     device: Device = "auto",

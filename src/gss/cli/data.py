@@ -31,14 +31,6 @@ HubName = Annotated[
 HubRevision = Annotated[str | None, typer.Option("--hub-revision", help="The revision of the hub data set.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("prepare")(prepare_command)
-    app.command("data")(data_command)
-    tokenizer_app.command("train")(train_command)
-    app.add_typer(tokenizer_app, name="tokenizer")
-
-
 @tokenizer_app.callback()
 def _tokenizer_group() -> None:
     """Make vocabularies."""
@@ -128,6 +120,7 @@ def data_command(
     print(f"all hashes verified; manifest {manifest.hash}")
 
 
+@tokenizer_app.command("train")
 def train_command(
     source: Sources,
     out: Annotated[Path, typer.Option("--out", help="The folder to create.")],

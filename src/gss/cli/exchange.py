@@ -7,12 +7,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("export")(export_command)
-    app.command("import")(import_command)
-
-
 def export_command(
     run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],

@@ -9,12 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command()(presets)
-    app.command()(params)
-
-
 def presets() -> None:
     """List the named models: the paper's, and tiny and small ones of each family."""
     from gss.accounting import account

@@ -38,11 +38,6 @@ Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.add_typer(probe, name="probe")
-
-
 @probe.command()
 def context(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders that `gss train` made.")],

@@ -15,11 +15,6 @@ LENGTHS = (512, 4096, 16_384)
 PROMPT = "def "
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("quickstart")(quickstart_command)
-
-
 def quickstart_command(
     config: Annotated[
         str,

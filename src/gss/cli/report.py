@@ -6,11 +6,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("report")(report_command)
-
-
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),

@@ -20,11 +20,6 @@ _SCALES = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("reproduce")(reproduce_command)
-
-
 def reproduce_command(
     target: Annotated[str, typer.Argument(help=_TARGETS)],
     out: Annotated[

@@ -7,11 +7,6 @@ import typer
 from gss.cli.use import Precision, Run
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command to the app."""
-    app.command("serve")(serve_command)
-
-
 def serve_command(
     run: Run = None,
     host: Annotated[str, typer.Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",

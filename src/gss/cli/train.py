@@ -6,11 +6,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("train")(train_command)
-
-
 def train_command(
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made.")],
     out: Annotated[

@@ -25,12 +25,6 @@ Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf
 _SMALL = 16_000_000
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to the app."""
-    app.command("eval")(evaluate_command)
-    app.command("generate")(generate_command)
-
-
 def evaluate_command(
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
     run: Run = None,
