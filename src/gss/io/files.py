@@ -72,16 +72,16 @@ def written_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or nothing where there is no file."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in a file, or an empty one where there is no file."""
     if not path.is_file():
-        return {}
+        return kind()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object")
+    if not isinstance(values, kind):
+        raise ValueError(f"{path} is not a JSON {'object' if kind is dict else kind.__name__}")
     return values
 
 

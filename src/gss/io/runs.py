@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gss.config import ModelConfig, from_mapping
 from gss.io import checkpoint
-from gss.io.files import written_file
+from gss.io.files import read_json, written_file
 from gss.model import LanguageModel, build_model
 from gss.nn.state import ModelState
 
@@ -29,10 +29,7 @@ def read_config(run: Path) -> dict[str, Any]:
     path = run / "config.json"
     if not path.is_file():
         raise ValueError(f"{run} is not a run folder: it has no config.json (`gss train --out` makes one)")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    config = read_json(path, object)
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(f"{path} does not describe a run: it has no model")
     return config

@@ -1,6 +1,6 @@
-"""Reports on runs: one HTML file, or Markdown with pictures, from what is in the run folders.
+"""Reports on runs: one HTML file from what is in the run folders.
 
-runs (folders), scores (held-out) -> curves, spectra (figures as data), tables -> build -> page (HTML), markdown
+runs (folders), scores (held-out) -> curves, spectra (figures as data), tables -> build -> page (HTML)
 """
 
 from gss.report.build import write_report

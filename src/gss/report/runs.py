@@ -4,7 +4,6 @@ Parts that are not there (a run that was imported has no numbers by step, one th
 None or empty; only a folder that is no run at all is refused.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from gss.config import ModelConfig, from_mapping
 from gss.io.checkpoint import checkpoints
 from gss.io.files import read_json
-from gss.io.runs import read_metrics
+from gss.io.runs import read_config, read_metrics
 from gss.lm import LM, load
 
 
@@ -68,20 +67,17 @@ class RunRecord:
 def read_run(path: str | Path) -> RunRecord:
     """Read a run folder; ValueError for anything that is none."""
     folder = Path(path)
-    config = _json(folder / "config.json")
-    if config is None:
-        missing = "it has no config.json" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is not a run folder: {missing} (`gss train --out` makes one)")
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise ValueError(f"{folder / 'config.json'} does not describe a run: it has no model")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a run folder: there is no such folder (`gss train --out` makes one)")
+    config = read_config(folder)
     run = RunRecord(folder, folder.resolve().name, config, from_mapping(ModelConfig, config["model"]))
     if (folder / "metrics.jsonl").is_file():
         rows = read_metrics(folder / "metrics.jsonl")
         run.training = [row for row in rows if row.get("kind") == "train"]
         run.held_out = [row for row in rows if row.get("kind") == "evaluation"]
-    starts = _json(folder / "environment.json")
-    run.environment = starts[0] if isinstance(starts, list) and starts else {}
-    run.data = _json(folder / "data.json") or {}
+    starts = read_json(folder / "environment.json", list)
+    run.environment = starts[0] if starts else {}
+    run.data = read_json(folder / "data.json")
     run.probe = read_json(folder / "probe.json")
     samples = sorted((folder / "samples").glob("step-*.txt"))
     if samples:
@@ -112,13 +108,3 @@ def read_runs(paths: list[Path]) -> list[RunRecord]:
     for run, name in zip(runs, names, strict=True):
         run.name = name
     return runs
-
-
-def _json(path: Path) -> Any:
-    """The contents of a JSON file; None where there is none."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None

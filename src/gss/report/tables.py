@@ -8,7 +8,7 @@ from typing import Any
 from gss.accounting import account
 from gss.paper import PERPLEXITY
 from gss.report.curves import binary
-from gss.report.page import Card, Table
+from gss.report.page import Table, card
 from gss.report.runs import RunRecord
 from gss.report.scores import Scores, same_tokens
 from gss.report.theme import run_variable, tokens
@@ -16,8 +16,8 @@ from gss.training.config import flattened
 from gss.training.progress import duration
 
 
-def card(run: RunRecord, score: Scores, index: int) -> Card:
-    """A run's figures."""
+def summary(run: RunRecord, score: Scores, index: int) -> str:
+    """A run's figures, on a card."""
     accounts = account(run.model_config, run.length or 4096)
     facts = [("parameters", tokens(accounts.parameters)), ("state", size(accounts.state_bytes))]
     if run.training:
@@ -41,7 +41,7 @@ def card(run: RunRecord, score: Scores, index: int) -> Card:
     if run.environment:
         about.append(f"{run.environment.get('processes', 1)} × {run.environment.get('device', '?')}")
         about.append(f"started {str(run.environment.get('started', '?'))[:10]}")
-    return Card(run.name, run_variable(index), " · ".join(about), facts)
+    return card(run.name, run_variable(index), " · ".join(about), facts)
 
 
 def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table | None:
