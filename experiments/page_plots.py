@@ -4,17 +4,21 @@ Long windows are few, so positions up to the training length are those of window
 many; later positions can only be those of the longest.
 """
 
+import io
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.records import Collection, Record, perplexities, speed
 from experiments.studies import STUDIES
 from gss.evaluation import PAPER_LENGTHS
 from gss.report.figures import Line, Panel, Picture, draw
-from gss.report.theme import LIGHT, png, require_matplotlib, run_colour, style, tokens
+from gss.report.theme import LIGHT, require_matplotlib, run_colour, style, tokens
 from gss.reproduce.settings import SYSTEMS
 from gss.reproduce.tables import LENGTH_NAMES, Found, by_seed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PREFIX = "results-"
 _FIRST_POSITION = 8  # before it everything is guesswork and would flatten the rest
@@ -28,7 +32,14 @@ def draw_page(results: Collection) -> dict[str, bytes]:
     """File name → PNG, as many as there are results for."""
     require_matplotlib()
     with style():
-        return {f"{PREFIX}{picture.name}.png": png(draw(picture)) for picture in page_pictures(results)}
+        return {f"{PREFIX}{picture.name}.png": _png(draw(picture)) for picture in page_pictures(results)}
+
+
+def _png(figure: "Figure") -> bytes:
+    """A figure as a PNG in the light colours."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def page_pictures(results: Collection) -> list[Picture]:

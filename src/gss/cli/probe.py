@@ -129,7 +129,7 @@ def tasks(
     from rich.console import Console
 
     from gss.cli.progress import share_bar
-    from gss.cli.use import _whole_numbers
+    from gss.cli.use import whole_numbers
     from gss.config import parse_assignments, to_mapping
     from gss.io.devices import pick_device
     from gss.io.files import finite
@@ -139,7 +139,7 @@ def tasks(
     config = named(preset, **({} if width is None else {"width": width}), **parse_assignments(settings or []))
     with share_bar("training") as show:
         result = train_on_task(
-            config, make_task(task, pairs, vocabulary), length=length, lengths=_whole_numbers(lengths), steps=steps,
+            config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
             rows=rows, sequences=sequences, optimizer=task_optimizer(config, steps, optimizer, learning_rate),
             seed=seed, device=pick_device(device), precision=precision,
             report=lambda done, total: show("training", done / total),

@@ -26,7 +26,7 @@ def report_command(
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
     from gss.cli.progress import share_bar
-    from gss.cli.use import _whole_numbers
+    from gss.cli.use import whole_numbers
     from gss.io.devices import pick_device
     from gss.report import write_report
 
@@ -36,7 +36,7 @@ def report_command(
             out,
             data=data,
             max_tokens=max_tokens,
-            lengths=_whole_numbers(lengths) if lengths is not None else None,
+            lengths=whole_numbers(lengths) if lengths is not None else None,
             again=again,
             device=str(pick_device(device)),
             prompt=prompt,

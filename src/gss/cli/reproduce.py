@@ -64,6 +64,7 @@ def reproduce_command(
 
     from gss.bench.results import command_line
     from gss.cli.progress import share_bar
+    from gss.cli.use import whole_numbers
     from gss.config import parse_assignments
     from gss.reproduce import SCALES, TARGETS, planned, reproduce
 
@@ -76,7 +77,7 @@ def reproduce_command(
         SCALES[scale],
         _corpora(data or [], corpus or [], scale),
         only=only or (),
-        seeds=_seeds(seeds),
+        seeds=list(dict.fromkeys(whole_numbers(seeds, "seeds", "0,1,2"))),
         tokens=tokens,
         evaluate_tokens=evaluate_tokens,
         changes=parse_assignments(set_ or ()),
@@ -105,13 +106,6 @@ def _corpora(data: list[Path], names: Sequence[str], scale: str) -> "list[Corpus
         prepare(["stdlib"], STDLIB, load_tokenizer("bytes"))
         data = [STDLIB]
     return find_corpora(data, names)
-
-
-def _seeds(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--seeds {text!r} is not a list of seeds: write whole numbers with commas, for example 0,1,2")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _conclude(outcome: "Outcome", out: Path) -> None:

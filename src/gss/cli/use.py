@@ -54,7 +54,7 @@ def evaluate_command(
     from gss.lm import load
     from gss.paper import PERPLEXITY
 
-    wanted: list[int | None] = [*_whole_numbers(lengths)]
+    wanted: list[int | None] = [*whole_numbers(lengths)]
     lm, name = load(run, step=step, device=pick_device(device)), str(run or NAME)
     dataset = open_dataset(data, split)
     with share_bar("scoring") as show:
@@ -197,8 +197,9 @@ def _standard_input() -> str:
     return text
 
 
-def _whole_numbers(text: str) -> list[int]:
+def whole_numbers(text: str, what: str = "lengths", example: str = "512,4096") -> list[int]:
+    """The numbers of an option that takes several."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is not a list of lengths: write whole numbers with commas, for example 512,4096")
+        raise ValueError(f"{text!r} is not a list of {what}: write whole numbers with commas, for example {example}")
     return [int(part) for part in parts]

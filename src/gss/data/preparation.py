@@ -6,7 +6,6 @@ renamed into place: `out` is whole or it is not there. The result does not depen
 how often the work was interrupted.
 """
 
-import errno
 import hashlib
 import json
 import multiprocessing
@@ -37,7 +36,7 @@ from gss.data.shards import (
 )
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
-from gss.io.files import lock, write_file
+from gss.io.files import explained_full_disk, lock, write_file
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -68,7 +67,7 @@ def prepare(
     work = target.with_name(target.name + ".preparing")
     _refuse_sources_in((target, work), spans)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(work), _explained_full_disk(work):
+    with _locked(work), explained_full_disk(work, "finished parts are kept and it continues after them"):
         there = _already_there(target, request, spans, force)
         if there is None:
             parts = make_parts(spans, options.span_bytes)
@@ -151,21 +150,6 @@ def _locked(work: Path) -> Iterator[None]:
         finally:
             if work.is_dir() and [path.name for path in work.iterdir()] == ["lock"]:
                 shutil.rmtree(work)
-
-
-@contextmanager
-def _explained_full_disk(folder: Path) -> Iterator[None]:
-    """Say what to do, where an error says that there is no room."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
-            raise
-        raise OSError(
-            error.errno,
-            f"no room left to write in {folder} ({error.strerror}): free some and run the same command again; "
-            "finished parts are kept and it continues after them",
-        ) from error
 
 
 def _open_work(work: Path, request: str, parts: list[CorpusPart], tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def write_file(path: str | Path, content: bytes | str) -> None:
@@ -56,20 +56,28 @@ def written_folder(target: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        yield aside
-        if target.is_dir():
-            target.rmdir()  # empty; Windows renames onto nothing that is there
-        aside.rename(target)
+        with explained_full_disk(target, "nothing is left of it"):
+            yield aside
+            if target.is_dir():
+                target.rmdir()  # empty; Windows renames onto nothing that is there
+            aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
+    """Say what to do, and what is left of the work, where an error says that there is no room."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         raise OSError(
             error.errno,
-            f"no room left to write {target} ({os.strerror(error.errno)}): free some and give the same command again; "
-            "nothing is left of it",
+            f"no room left to write {target} ({os.strerror(error.errno)}): free some and run the same command again; "
+            f"{outcome}",
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

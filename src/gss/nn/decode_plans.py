@@ -6,7 +6,7 @@ leave between steps, and one that does costs about as much as it holds, whatever
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
+
+if TYPE_CHECKING:
+    from gss.nn.attention import TransformerBlock
 
 # cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -189,25 +192,10 @@ class BlockedStateSpace(nn.Module):
             return final_state(signal, self._log_a, None) + decay * modes
 
 
-class Attending(Protocol):
-    """A layer around attention to what it has read, or to the current chunk of it."""
-
-    chunk: int | None
-
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values: [B, L, 3, h, d]."""
-
-    def positioned(self, projected: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, L, h, d] as they meet in attention, for first tokens at `position` [B]."""
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output from its input and what each token attends to, [B, L, h, d]."""
-
-
 class AttentionPlan:
     """A Transformer block whose keys and values lie in buffers that are written in place."""
 
-    def __init__(self, layer: Attending, state: LayerState) -> None:
+    def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
         self._layer, self._chunk = layer, layer.chunk
         self._lengths: list[int] = state["length"].tolist()
         self._device = state["length"].device

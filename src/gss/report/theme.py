@@ -1,4 +1,4 @@
-"""How figures look: colours for light and dark, matplotlib's settings, and figures as SVG text or PNG bytes.
+"""How figures look: colours for light and dark, matplotlib's settings, and figures as SVG text.
 
 Figures are drawn in the light colours. In an SVG these become CSS variables, which the page sets for light and dark;
 text stays text, in the page's font.
@@ -131,10 +131,3 @@ def svg(figure: "Figure", name: str, label: str) -> str:
     assert box is not None
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return f'<svg {namespaces} {box[0]} role="img" aria-label="{escape(label, quote=True)}">{rest.strip()}'
-
-
-def png(figure: "Figure") -> bytes:
-    """A figure as a PNG in the light colours."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()

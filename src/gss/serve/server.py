@@ -33,19 +33,16 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     limits: Limits | None = None,
-    rows: int = 64,
-    piece: int | None = None,
-    cache_bytes: int = 256 << 20,
-    precision: str = "auto",
     threads: int | None = None,
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
+    **options: Any,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; what is running then has `drain_seconds` to end.
 
-    precision  auto, fp32 or bf16, as `EngineThread` has it
     threads    of the model on a CPU; None: all cores but one, which is left to the connections
     ready      called with the address when requests can come
+    options    rows, piece, cache_bytes and precision of `EngineThread`
     """
     if not math.isfinite(drain_seconds):
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
@@ -53,16 +50,7 @@ def serve(
     limits = replace(limits, connections=usable_connections(limits.connections))
     if loaded.model.embedding.weight.device.type == "cpu":
         torch.set_num_threads(threads or max(1, usable_cores() - 1))
-    engine = EngineThread(
-        loaded.model,
-        loaded.tokenizer,
-        rows=rows,
-        queue=limits.queue,
-        piece=piece,
-        cache_bytes=cache_bytes,
-        precision=precision,
-        post=post_to_loops,
-    )
+    engine = EngineThread(loaded.model, loaded.tokenizer, queue=limits.queue, post=post_to_loops, **options)
     own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None
     app = create_app(
         engine,
