@@ -40,20 +40,16 @@ def params(
     config = named(preset, **parse_assignments(settings or []))
     accounts = account(config, length)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "preset": preset,
-                    "parameters": accounts.parameters,
-                    "parts": [asdict(part) for part in accounts.parts],
-                    "length": length,
-                    "flops_per_token": accounts.flops,
-                    "state_bytes_per_sequence": accounts.state_bytes,
-                    "config": to_mapping(config),
-                },
-                indent=2,
-            )
-        )
+        facts = {
+            "preset": preset,
+            "parameters": accounts.parameters,
+            "parts": [asdict(part) for part in accounts.parts],
+            "length": length,
+            "flops_per_token": accounts.flops,
+            "state_bytes_per_sequence": accounts.state_bytes,
+            "config": to_mapping(config),
+        }
+        print(json.dumps(facts, indent=2))
         return
     table = Table(title=preset)
     for column in ("part", "count", "parameters", "of which state space"):

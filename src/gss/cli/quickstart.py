@@ -34,7 +34,6 @@ def quickstart_command(
     from gss.cli.use import length_table
     from gss.data import load_tokenizer, open_dataset, prepare
     from gss.evaluation import evaluate
-    from gss.generate import Sampling, generate
     from gss.lm import load
     from gss.report import write_report
     from gss.report.scores import keep
@@ -59,16 +58,15 @@ def quickstart_command(
     results = {"unigrams": _unigrams(held_out, lengths)}
     for name, folder in folders.items():
         show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
-        model, _, step, _ = load(folder)
-        results[name] = evaluate(model, held_out, lengths)
-        keep(folder, step, held_out, results[name])
+        lm = load(folder)
+        results[name] = evaluate(lm, held_out, lengths)
+        keep(folder, lm.step, held_out, results[name])
     table = length_table(results, "Python code that they have not seen")
     Console(width=max(console.width, 110), highlight=False).print(table)
     for name, result in results.items():
         console.print(f"{name}: {result.rows[-1].loss:.3f} nats per byte")
-    model, tokenizer, *_ = load(folders[PRESETS[0]])
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
-    text = generate(model, tokenizer, PROMPT, max_tokens=300, sampling=Sampling(temperature=0.7))
+    text = load(folders[PRESETS[0]]).generate(PROMPT, max_tokens=300, temperature=0.7)
     console.print(escape(PROMPT + text))
     report = runs / "report.html"
     show(f"gss report {' '.join(map(str, folders.values()))} --out {report} --prompt '{PROMPT}'")

@@ -9,7 +9,9 @@ Needs nothing of training, and reads no more of a checkpoint than the weights.
 """
 
 import json
+import statistics
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+def training_summary(rows: Sequence[Mapping[str, Any]], batch_tokens: int) -> dict[str, float]:
+    """What a run's rows of training say: the seconds of its steps over all starts, the median of their tokens per
+    second, and the mean loss of the last twentieth of them."""
+    speeds = [row["tokens_per_second"] for row in rows]
+    return {
+        "seconds": sum(batch_tokens / speed for speed in speeds),
+        "tokens_per_second": statistics.median(speeds),
+        "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
+    }
 
 
 def save_state(state: ModelState, path: str | Path) -> None:

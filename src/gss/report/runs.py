@@ -57,12 +57,6 @@ class RunRecord:
         kept = self.loaded.step if self.loaded else 0
         return max(kept, self.training[-1]["step"] if self.training else 0)
 
-    @property
-    def last_losses(self) -> list[float]:
-        """The losses of the last twentieth of the steps."""
-        losses = [row["loss"] for row in self.training]
-        return losses[-max(1, len(losses) // 20) :]
-
 
 def read_run(path: str | Path) -> RunRecord:
     """Read a run folder; ValueError for anything that is none."""

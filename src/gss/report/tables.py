@@ -1,11 +1,11 @@
 """What tells runs apart, in words and tables: the figures of a run, scores by length, settings that differ."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from gss.accounting import account
+from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report.curves import binary
 from gss.report.page import Table, card
@@ -20,8 +20,9 @@ def summary(run: RunRecord, score: Scores, index: int) -> str:
     """A run's figures, on a card."""
     accounts = account(run.model_config, run.length or 4096)
     facts = [("parameters", tokens(accounts.parameters)), ("state", size(accounts.state_bytes))]
-    if run.training:
-        facts.append(("loss, last 5%", f"{statistics.fmean(run.last_losses):.3f}"))
+    trained = training_summary(run.training, run.config["batch_tokens"]) if run.training else None
+    if trained:
+        facts.append(("loss, last 5%", f"{trained['train_loss']:.3f}"))
     if score.result:
         row = score.result.rows[-1]
         facts.append((f"perplexity, {_length(row.length)}", f"{row.perplexity:.2f}"))
@@ -29,10 +30,9 @@ def summary(run: RunRecord, score: Scores, index: int) -> str:
             facts.append(("bits per byte", f"{row.bits_per_byte:.3f}"))
     if run.step and "batch_tokens" in run.config:
         facts.append(("tokens seen", tokens(run.step * run.config["batch_tokens"])))
-    if run.training:
-        speeds = [row["tokens_per_second"] for row in run.training]
-        facts.append(("tokens per second", tokens(statistics.median(speeds))))
-        facts.append(("time training", duration(sum(run.config["batch_tokens"] / speed for speed in speeds))))
+    if trained:
+        facts.append(("tokens per second", tokens(trained["tokens_per_second"])))
+        facts.append(("time training", duration(trained["seconds"])))
     layers = run.model_config.layers
     about = [run.preset or "no preset"]
     about.append(" + ".join(f"{layers.count(kind)} {kind}" for kind in dict.fromkeys(layers)) + " layers")

@@ -1,6 +1,5 @@
 """What a trained trial scores: perplexity by length, loss by position, its speed; and where that was measured."""
 
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from gss.accounting import account
 from gss.bench.results import hardware, source_commit, versions
 from gss.data import Dataset, open_dataset
 from gss.evaluation import PAPER_LENGTHS, evaluate, reachable_lengths
-from gss.io.runs import read_metrics
+from gss.io.runs import read_metrics, training_summary
 from gss.lm import load
 from gss.model import LanguageModel
 from gss.reproduce.results import WHOLE
@@ -43,9 +42,10 @@ def measured(trial: Trial, folder: Path, device: torch.device, show: Callable[[f
         show((index + 1) / len(lengths))
     if lengths == [None]:
         rows["512"] = rows[WHOLE]  # no document is longer: the same windows
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     return {
         "parameters": account(trial.config.model).parameters,
-        **training_speed(folder, trial.config.batch_tokens),
+        **training_summary(steps, trial.config.batch_tokens),
         "lengths": rows,
         "evaluation": {
             "split": dataset.split,
@@ -89,14 +89,3 @@ def _scored(trial: Trial, model: LanguageModel, dataset: Dataset, length: int | 
     if not trial.corpus.lossless:
         row["bits_per_byte"] = None  # what the vocabulary drops is never paid for
     return row
-
-
-def training_speed(folder: Path, batch_tokens: int) -> dict[str, Any]:
-    """Seconds in training steps over all starts of a run, tokens per second (the median over its steps), last loss."""
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
-    speeds = [row["tokens_per_second"] for row in rows]
-    return {
-        "seconds": sum(batch_tokens / speed for speed in speeds),
-        "tokens_per_second": statistics.median(speeds),
-        "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
-    }
