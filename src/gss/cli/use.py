@@ -71,7 +71,8 @@ def evaluate_command(
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
     if csv_file:
         with csv_file.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [name for name in rows[0] if name != "by_position"], extrasaction="ignore")
+            columns = [name for name in rows[0] if not name.startswith("by_")]
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
     if as_json:
