@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from gss.cli import app
 
 SMALL = ("model.width=16", "model.depth=2", "model.gate_width=32", "model.channels=8", "model.feedforward_width=32",
-         "model.state_space.modes=4", "model.attention.heads=2", "steps=3", "length=64",
+         "model.state_space.modes=4", "model.attention.heads=2", "model.matrix_state.heads=1",
+         "model.matrix_state.value_width=4", "steps=3", "length=64",
          "batch_tokens=256")  # fmt: skip
 
 

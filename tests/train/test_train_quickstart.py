@@ -5,10 +5,11 @@ from pathlib import Path
 from train_runs import SMALL_MODEL, command
 
 CONFIG = "quickstart"
+NARROW = {"model.matrix_state.heads": 1, "model.matrix_state.value_width": 4, "model.attention.heads": 1}
 
 
 def test_the_whole_way_and_again(tmp_path: Path) -> None:
-    small = {**SMALL_MODEL, "steps": 3, "length": 64, "batch_tokens": 256, "report.log_every": 1}
+    small = {**SMALL_MODEL, **NARROW, "steps": 3, "length": 64, "batch_tokens": 256, "report.log_every": 1}
     sets = [f"--set={key}={value}" for key, value in small.items()]
     arguments = ["quickstart", "--config", CONFIG, "--data", tmp_path / "data", "--runs", tmp_path / "runs", *sets]
     process = command(*arguments)

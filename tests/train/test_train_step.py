@@ -193,5 +193,5 @@ def test_every_family_overfits_a_small_batch(name: str) -> None:
 
 def test_rows_that_processes_cannot_share_are_refused() -> None:
     config = small_config()
-    with pytest.raises(ValueError, match="cannot be shared by 3 processes"):
+    with pytest.raises(ValueError, match="cannot be divided among 3 processes"):
         Stepper(build_model(config.model), config, World(torch.device("cpu"), rank=0, size=3))
