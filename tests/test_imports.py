@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"model", "nn", "ops", "precision", "graph_decode"},
     "generate": {"model", "nn", "data", "precision", "decode"},
     "scoring": {"model", "nn"},
-    "lm": {"model", "nn", "data", "precision", "generate", "io", "scoring", "box"},
+    "lm": {"model", "nn", "data", "precision", "generate", "io", "io.files", "scoring", "box"},
     "evaluation": {"model", "data", "precision", "scoring", "lm"},
     "training": {*_RUN - {"lm", "ops", "scoring", "decode"}, "pieces", "accounting", "presets", "recipes"},
     "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},

@@ -11,8 +11,11 @@ import torch
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling, prompt_ids, read, stream_text
+from gss.io import checkpoint
+from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.model import LanguageModel
+from gss.nn.quantized import quantize
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 from gss.scoring import score_sequences
@@ -135,7 +138,7 @@ class LM:
         True
         """
         ids = prompt_ids(self.tokenizer, text)[0 if state is None else 1 :]
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.embedding.weight.device)
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):
             return read(self.model, tokens, state)[1]
 
@@ -152,10 +155,18 @@ class LM:
         return Score(tuple(ids[1:]), tuple(torch.cat(logs).tolist()) if logs else ())
 
 
-def load(run: str | Path | None = None, *, step: int | None = None, device: torch.device | str = "cpu") -> LM:
+def load(
+    run: str | Path | None = None,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    weights: str | None = None,
+) -> LM:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
 
     Without a run it is the model that comes with the package. Weights kept in bf16, as its are, become float32.
+    `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
+    does the same once and for all. A model with packed weights cannot be trained.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -166,4 +177,27 @@ def load(run: str | Path | None = None, *, step: int | None = None, device: torc
     folder = box.folder() if run is None else Path(run)
     config = read_config(folder)
     model, step = load_model(folder, config, step)
+    if weights is not None:
+        quantize(model, weights)
     return LM(model.to(device), load_tokenizer(folder / "tokenizer"), step, config.get("preset"))
+
+
+def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
+    """Write a run folder with a run's model, its matrices packed as bf16, int8 or int4; `load` reads it as any other.
+
+    Nothing else of the run is kept than its configuration, its vocabulary and which data it saw.
+
+    >>> small = quantize_run(run, folder / "small", "int8")
+    >>> gss.load(small).score("the cat").perplexity > 1
+    True
+    """
+    source, target = box.folder() if run is None else Path(run), Path(out)
+    require_new(target)
+    lm = load(source, step=step, weights=weights)
+    with written_folder(target) as aside:
+        write_json(aside / "config.json", read_config(source))
+        if (source / "data.json").is_file():
+            write_json(aside / "data.json", read_json(source / "data.json"))
+        lm.tokenizer.save(aside / "tokenizer")
+        checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})
+    return target

@@ -72,7 +72,7 @@ def score_sequences(
     counts = np.array([len(row) - 1 for row in rows])
     assert all(counts[:-1] >= counts[1:]), "the longest sequence comes first"
     skipped = np.zeros_like(counts) if skip is None else np.asarray(skip)
-    device = model.embedding.weight.device
+    device = model.device
     for first in range(0, int(counts[0]), piece):
         length = min(piece, int(counts[0]) - first)
         live = int((counts > first).sum())

@@ -230,7 +230,7 @@ def bench_decode(
 
 def prefilled(model: LanguageModel, batch: int, context: int) -> ModelState:
     """The state after random tokens."""
-    device = model.embedding.weight.device
+    device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     with autocast(device):
         return read(model, tokens)[1]
@@ -239,7 +239,7 @@ def prefilled(model: LanguageModel, batch: int, context: int) -> ModelState:
 def decoding_round(model: LanguageModel, state: ModelState) -> tuple[Callable[[], None], int]:
     """What decodes some tokens of each row greedily and waits for them, and how many. Whole blocks, so that folding
     them into the state is in the time; several where a graph makes them short."""
-    device = model.embedding.weight.device
+    device = model.device
     token = torch.zeros(state.batch, dtype=torch.int64, device=device)
     with autocast(device):
         going_on = decoder(model, state)

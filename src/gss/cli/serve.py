@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Precision, Run
+from gss.cli.use import Precision, Run, Weights
 
 
 def serve_command(
@@ -19,6 +19,7 @@ def serve_command(
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
+    weights: Weights = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for the model. Default: all cores but one.")
     ] = None,
@@ -70,7 +71,7 @@ def serve_command(
         queue=queue,
     )
     with console.status(f"loading {escape(str(run or NAME))}"):
-        loaded = load(run, step=step, device=pick_device(device))
+        loaded = load(run, step=step, device=pick_device(device), weights=weights)
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

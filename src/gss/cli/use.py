@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
+Weights = Annotated[str | None, typer.Option(help="Pack the weights: bf16, int8 or int4. Default: as they are.")]
 # Parameters under which a step is too little work to share: with 7M, two threads on two cores are 1.2 times as fast
 # as one at best, and many times slower when anything else wants a core.
 _SMALL = 16_000_000
@@ -130,6 +131,7 @@ def generate_command(
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
+    weights: Weights = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
@@ -137,6 +139,7 @@ def generate_command(
     """Continue a prompt, printing the text as it is produced."""
     from rich.console import Console
 
+    from gss.accounting import account
     from gss.io.devices import pick_device
     from gss.lm import load
     from gss.precision import check
@@ -152,8 +155,8 @@ def generate_command(
         "stop": stop or (),
         "precision": precision,
     }
-    lm = load(run, step=step, device=pick_device(device))
-    small = sum(parameter.numel() for parameter in lm.model.parameters()) < _SMALL
+    lm = load(run, step=step, device=pick_device(device), weights=weights)
+    small = account(lm.model.config).parameters < _SMALL
     with _threads(threads or (1 if small else None)):
         for number in range(samples):
             pieces = lm.stream(text, max_tokens=tokens, seed=seed + number, **options)

@@ -7,23 +7,22 @@ its own plan; a decoder knows rows, blocks and the sampler. `Decoder` runs on an
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from gss.decode.sampler import Draw, Sampler, Settings, Work
 from gss.model import LanguageModel
-from gss.nn.decode_plans import ForwardPlan
+from gss.nn.decode_plans import ForwardPlan, replaced
 from gss.nn.decoding import Block, DecodePlan
+from gss.nn.quantized import packed_twin
 from gss.nn.state import ModelState
 from gss.ops import fast
-from gss.ops.few_rows import MOST_ROWS, FewRows
 
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
 
-# Parameters from which a step is bound by reading them, so that `FewRows` pays for itself.
+# Parameters from which a step on a CPU is bound by reading them, so that products of few rows pay for themselves.
 _MANY_PARAMETERS = 1 << 22
 
 
@@ -118,8 +117,11 @@ class Decoder(BlockedDecoder):
     @torch.no_grad()
     def __init__(self, model: LanguageModel, state: ModelState, block: int = BLOCK) -> None:
         super().__init__(model, block)
-        device = model.embedding.weight.device
+        device = model.device
         model.check_state(state, state.batch)
+        if device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS:
+            model = replaced(model, {module: twin for module in model.modules() if (twin := packed_twin(module))})
+        self._model = model
         self._block.join(state.batch)
         self._position = state.position
         self._plans: list[DecodePlan] = [
@@ -128,18 +130,15 @@ class Decoder(BlockedDecoder):
         ]
         self._sampler = Sampler(model.config.vocab_size, device, [Settings()] * state.batch)
         self._tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
-        self._memory_bound = device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        few = self._memory_bound and len(tokens) <= MOST_ROWS and not torch.is_autocast_enabled("cpu")
-        with FewRows() if few else nullcontext():
-            x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
-            for plan in self._plans:
-                x = plan.step(x)
-            self._position = self._position + 1
-            self._count(1)
-            return self._model.logits(self._model.norm(x[:, 0]))
+        x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
+        for plan in self._plans:
+            x = plan.step(x)
+        self._position = self._position + 1
+        self._count(1)
+        return self._model.logits(self._model.norm(x[:, 0]))
 
     @torch.no_grad()
     def state(self) -> ModelState:
@@ -179,7 +178,7 @@ def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> Bloc
     A `GraphDecoder` where GPU kernels can run, every layer has a plan for them and bfloat16 is asked for, by autocast
     around this call or by the model's parameters; else a `Decoder`.
     """
-    if fast.usable(model.embedding.weight.device):
+    if fast.usable(model.device):
         from gss.decode import cuda
 
         if cuda.reduced_precision(model) and (plans := cuda.plans(model, block)):

@@ -101,7 +101,7 @@ class Engine:
         cache_bytes: int = 0,
         precision: str = "auto",
     ) -> None:
-        self._device = model.embedding.weight.device
+        self._device = model.device
         if piece is None:
             piece = 65_536 if self._device.type == "cuda" else 4096
         if rows < 1 or piece < 1:

@@ -23,6 +23,7 @@ from gss.config import ModelConfig, from_mapping
 from gss.io import checkpoint
 from gss.io.files import read_json, written_file
 from gss.model import LanguageModel, build_model
+from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
 
@@ -55,8 +56,9 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
     saved = checkpoint.load(path, [checkpoint.MODEL], verified=True)
     model = build_model(from_mapping(ModelConfig, config["model"]))
     try:
+        expect(model, saved.tensors[checkpoint.MODEL])
         model.load_state_dict(saved.tensors[checkpoint.MODEL])
-    except (KeyError, RuntimeError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes") from error
     return model.eval(), saved.step
 

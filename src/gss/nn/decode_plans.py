@@ -6,7 +6,7 @@ leave between steps, and one that does costs about as much as it holds, whatever
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gss.nn.decoding import Block
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import cpu
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -82,7 +85,7 @@ class StateSpacePlan:
         self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
     ) -> None:
         self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
-        self._layer = _replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
+        self._layer = replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
 
     def step(self, x: Tensor) -> Tensor:
         return self._layer(x, None, False)[0]
@@ -103,14 +106,14 @@ class StateSpacePlan:
             space.keep(rows)
 
 
-def _replaced(module: nn.Module, by: Mapping[Any, nn.Module]) -> nn.Module:
+def replaced(module: Module, by: Mapping[Any, nn.Module]) -> Module:
     """A twin of a module that shares its parameters, with other modules in place of some of its parts."""
     if module in by:
-        return by[module]
-    twin: nn.Module = object.__new__(type(module))  # copy.copy would call the class that FSDP2 has put in its place
+        return by[module]  # type: ignore[return-value]
+    twin: Module = object.__new__(type(module))  # copy.copy would call the class that FSDP2 has put in its place
     twin.__dict__.update(module.__dict__)
     twin._compiled_call_impl = None  # which would call the module itself
-    twin._modules = {name: child and _replaced(child, by) for name, child in module._modules.items()}
+    twin._modules = {name: child and replaced(child, by) for name, child in module._modules.items()}
     return twin
 
 
@@ -138,14 +141,23 @@ class BlockedStateSpace(nn.Module):
         self._carry()
 
     def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """u [B, 1, H] → y [B, 1, H] in the state's precision, as `DiagonalStateSpace` gives it without a state."""
-        read, size = self._block.read, self._block.size
-        inputs = self._inputs.tensor
-        inputs[:, :, read] = u[:, 0]
-        recent, taps = inputs[:, :, : read + 1], self._reversed_taps[:, size - read - 1 :]
+        """u [B, L, H] → y [B, L, H] in the state's precision, as `DiagonalStateSpace` gives it without a state.
+
+        The tokens are within the block; L is 1, or more where tokens are read ahead.
+        """
+        read, size, length = self._block.read, self._block.size, u.shape[1]
+        inputs, taps, carried = self._inputs.tensor, self._reversed_taps, self._carried.tensor
+        if taps.dtype == torch.float32 and taps.device.type == "cpu" and (found := cpu.library()) is not None:
+            u = u.float().contiguous()
+            y = torch.empty_like(u)
+            tensors = (u, inputs, taps, carried, y)
+            found.gss_blocked_steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
+            return y, None
+        inputs[:, :, read : read + length] = u.transpose(1, 2)
         with torch.autocast(u.device.type, enabled=False):
-            y = torch.einsum("bhw,hw->bh", recent, taps) + self._carried.tensor[:, read]
-        return y.unsqueeze(1), None
+            ends = range(read + 1, read + length + 1)
+            parts = [torch.einsum("bhw,hw->bh", inputs[:, :, :end], taps[:, size - end :]) for end in ends]
+            return torch.stack(parts, dim=1) + carried[:, read : read + length], None
 
     def fold(self) -> None:
         """Move on to the next block."""

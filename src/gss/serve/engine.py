@@ -72,7 +72,7 @@ class EngineThread:
         metrics: Metrics | None = None,
     ) -> None:
         if piece is None:
-            piece = 4096 if model.embedding.weight.device.type == "cuda" else 256
+            piece = 4096 if model.device.type == "cuda" else 256
         self.core = decode.Engine(model, rows=rows, piece=piece, cache_bytes=cache_bytes, precision=precision)
         self.model, self.tokenizer, self.precision = model, tokenizer, self.core.precision
         self.rows, self.queue = rows, queue
