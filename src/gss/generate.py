@@ -27,12 +27,14 @@ def stream_many(
     eos_id: int | None = None,
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
     own seed. With `state`, of as many sequences, each continues from its own. `precision` is auto, fp32 or bf16
-    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
+    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding. `speculate` drafts
+    by lookup where that pays, which does not change what is drawn.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -54,7 +56,7 @@ def stream_many(
     rows = {request: row for row, request in enumerate(requests)}
     coming: list[deque[int]] = [deque() for _ in requests]
     going = [True] * len(requests)
-    for output in decode.stream(model, requests, precision):
+    for output in decode.stream(model, requests, precision, speculate):
         row = rows[output.request]
         coming[row].extend(output.tokens)
         going[row] = output.finish is None
@@ -72,10 +74,12 @@ def stream(
     eos_id: int | None = None,
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
 ) -> Iterator[int]:
     """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
-    options = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state, "precision": precision}
-    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):  # type: ignore[arg-type]
+    options: dict[str, Any] = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state}
+    options |= {"precision": precision, "speculate": speculate}
+    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):
         assert token is not None
         yield token
 
@@ -96,6 +100,7 @@ def stream_text(
     stop: Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, each whole characters; ends before any of the `stop` strings.
 
@@ -109,6 +114,7 @@ def stream_text(
     if state is not None and not text:
         raise ValueError("the prompt is empty: with a state, give the text that comes next")
     options: dict[str, Any] = {"sampling": sampling, "seed": seed, "state": state, "precision": precision}
+    options["speculate"] = speculate
     reading = ids if state is None else text
     tokens = stream(model, reading, max_tokens=max_tokens, eos_id=tokenizer.eos_id, **options)
     return _text(TextPieces(tokenizer, text), StopStrings(stop), tokens)

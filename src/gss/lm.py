@@ -93,6 +93,7 @@ class LM:
         stop: Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
+        speculate: bool = True,
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
 
@@ -105,6 +106,7 @@ class LM:
         stop                  texts to end before
         state                 what `read` returned: the prompt, which must not be empty then, continues from there
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
+        speculate             draft by lookup in what was read, where that is faster; the text stays the same
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))
@@ -124,6 +126,7 @@ class LM:
             stop=stop,
             state=state,
             precision=resolved(precision, self.model),
+            speculate=speculate,
         )
 
     def read(self, text: str, state: ModelState | None = None, *, precision: str = "auto") -> ModelState:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Precision, Run, Weights
+from gss.cli.use import Precision, Run, Speculate, Weights
 
 
 def serve_command(
@@ -20,6 +20,7 @@ def serve_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
+    speculate: Speculate = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for the model. Default: all cores but one.")
     ] = None,
@@ -84,6 +85,7 @@ def serve_command(
         piece=piece,
         cache_bytes=cache_mib << 20,
         precision=precision,
+        speculate=speculate,
         threads=threads,
         drain_seconds=drain,
         ready=lambda url: print(f"Serving {served_as} (step {loaded.step}) at {url}", flush=True),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
 Weights = Annotated[str | None, typer.Option(help="Pack the weights: bf16, int8 or int4. Default: as they are.")]
+Speculate = Annotated[bool, typer.Option(help="Draft by lookup in what was read where that is faster; same text.")]
 # Parameters under which a step is too little work to share: with 7M, two threads on two cores are 1.2 times as fast
 # as one at best, and many times slower when anything else wants a core.
 _SMALL = 16_000_000
@@ -132,6 +133,7 @@ def generate_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
+    speculate: Speculate = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
@@ -154,6 +156,7 @@ def generate_command(
         "repetition_penalty": repetition_penalty,
         "stop": stop or (),
         "precision": precision,
+        "speculate": speculate,
     }
     lm = load(run, step=step, device=pick_device(device), weights=weights)
     small = account(lm.model.config).parameters < _SMALL

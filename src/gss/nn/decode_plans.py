@@ -5,6 +5,7 @@ is exactly the layer. A layer that has no plan of its own is decoded by its `for
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decoding import Block
+from gss.nn.quantized import packed_weight
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
+from gss.ops.products import MOST_ROWS, matrix, suits
 from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
+    from gss.nn.gss import GSSLayer
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -64,6 +68,12 @@ class ForwardPlan:
         y, self._state = self._layer(x, self._state)
         return y
 
+    def ahead(self) -> int:
+        return 1
+
+    def rewind(self, count: int) -> None:
+        assert not count, "a state cannot go back"
+
     def fold(self) -> None:
         pass
 
@@ -84,11 +94,18 @@ class StateSpacePlan:
     def __init__(
         self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
     ) -> None:
+        self._block = block
         self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
         self._layer = replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
 
     def step(self, x: Tensor) -> Tensor:
         return self._layer(x, None, False)[0]
+
+    def ahead(self) -> int:
+        return self._block.size - self._block.read
+
+    def rewind(self, count: int) -> None:
+        pass  # inputs after the block's cursor are written over
 
     def fold(self) -> None:
         for space in self._spaces.values():
@@ -117,6 +134,47 @@ def replaced(module: Module, by: Mapping[Any, nn.Module]) -> Module:
     return twin
 
 
+class CompiledGSSPlan(StateSpacePlan):
+    """A GSS layer whose steps are one call of C, for a few rows on a CPU; others take the usual way."""
+
+    def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
+        super().__init__(layer, layer.spaces(), state, block)
+        self._space = self._spaces["modes"]
+        dense = [layer.inner, layer.gate, layer.context, layer.output]
+        norms = [layer.norm, layer.inner_norm]
+        packed = [packed_weight(each) for each in dense]
+        # What the structure points to is kept alive by the layer and the state space.
+        self._struct = cpu.Layer(
+            *(cpu.Norm(isinstance(n, nn.LayerNorm), n.eps, *map(cpu.pointer, (n.weight, _bias(n)))) for n in norms),
+            *(matrix(weight, each.bias) for weight, each in zip(packed, dense, strict=True)),
+            block.size,
+            self._space.reversed_taps.data_ptr(),
+        )
+
+    @staticmethod
+    def fits(layer: "GSSLayer") -> bool:
+        """Whether the C functions can do this layer, and are there."""
+        dense = [layer.inner, layer.gate, layer.context, layer.output]
+        plain = layer.norm.weight.device.type == "cpu" and layer.norm.weight.dtype == torch.float32
+        widths = all(suits(packed_weight(each)) for each in dense)
+        return plain and layer.activation == "gelu" and widths and cpu.library() is not None
+
+    def step(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        found = cpu.library()
+        if found is None or batch * length > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return super().step(x)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        tensors = (*self._space.buffers_of_rows(), x, y)
+        found.gss_layer(ctypes.byref(self._struct), batch, length, self._block.read, *map(cpu.pointer, tensors))
+        return y
+
+
+def _bias(norm: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
+    return norm.bias if isinstance(norm, nn.LayerNorm) else None
+
+
 class BlockedStateSpace(nn.Module):
     """A diagonal state space that touches its modes once in a block of tokens instead of at every one.
 
@@ -132,7 +190,7 @@ class BlockedStateSpace(nn.Module):
         self._readout, self._log_a = space.discretized()
         self._block = block
         taps = space.taps(block.size)
-        self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
+        self.reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
         # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
         self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
         self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
@@ -146,7 +204,7 @@ class BlockedStateSpace(nn.Module):
         The tokens are within the block; L is 1, or more where tokens are read ahead.
         """
         read, size, length = self._block.read, self._block.size, u.shape[1]
-        inputs, taps, carried = self._inputs.tensor, self._reversed_taps, self._carried.tensor
+        inputs, taps, carried = self._inputs.tensor, self.reversed_taps, self._carried.tensor
         if taps.dtype == torch.float32 and taps.device.type == "cpu" and (found := cpu.library()) is not None:
             u = u.float().contiguous()
             y = torch.empty_like(u)
@@ -158,6 +216,10 @@ class BlockedStateSpace(nn.Module):
             ends = range(read + 1, read + length + 1)
             parts = [torch.einsum("bhw,hw->bh", inputs[:, :, :end], taps[:, size - end :]) for end in ends]
             return torch.stack(parts, dim=1) + carried[:, read : read + length], None
+
+    def buffers_of_rows(self) -> tuple[Tensor, Tensor]:
+        """The inputs of the block so far, and what the state at its start adds to its outputs."""
+        return self._inputs.tensor, self._carried.tensor
 
     def fold(self) -> None:
         """Move on to the next block."""
@@ -216,7 +278,16 @@ class AttentionPlan:
 
     def step(self, x: Tensor) -> Tensor:
         lengths = torch.tensor(self._lengths, device=self._device)
-        return self._layer.finish(x, self._attend(*self._layer.positioned(self._layer.project(x), lengths)))
+        projected = self._layer.positioned(self._layer.project(x), lengths)
+        tokens = zip(*(part.split(1, dim=1) for part in projected), strict=True)
+        attended = [self._attend(*token) for token in tokens]
+        return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
+
+    def ahead(self) -> int:
+        return self._chunk - self._lengths[0] % self._chunk if self._chunk else 1 << 30
+
+    def rewind(self, count: int) -> None:
+        self._lengths = [length - count for length in self._lengths]
 
     def fold(self) -> None:
         pass

@@ -26,21 +26,15 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The whole matrix, unpacked."""
-        return unpacked(self._packed())
+        return unpacked(packed_weight(self))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self._packed(), self.bias)
+        return linear(x, packed_weight(self), self.bias)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the matrix: what it is as an embedding."""
-        found = unpacked(self._packed(), index)
+        found = unpacked(packed_weight(self), index)
         return found.float() if found.dtype == torch.bfloat16 else found
-
-    def _packed(self) -> Packed:
-        buffers = self._buffers
-        values = buffers["packed"]
-        assert values is not None
-        return Packed(values, buffers["scale"], self.out_features)
 
 
 class QuantizedEmbedding(nn.Embedding):
@@ -58,6 +52,15 @@ class QuantizedEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head.rows(tokens)
+
+
+def packed_weight(layer: nn.Linear) -> Packed:
+    """The weight of a dense layer of either kind."""
+    if not isinstance(layer, QuantizedLinear):
+        return Packed(layer.weight.detach(), None, layer.out_features)
+    values = layer._buffers["packed"]
+    assert values is not None
+    return Packed(values, layer._buffers["scale"], layer.out_features)
 
 
 def project(x: Tensor, embedding: nn.Embedding) -> Tensor:

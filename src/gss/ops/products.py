@@ -9,6 +9,7 @@ one, in slices of 4 inputs, so that a vector register holds one slice; 4-bit sli
 the inputs are rounded to 8 bits with a scale per 64, too: the error is that of the 8-bit weights.
 """
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -101,19 +102,27 @@ def unpacked(packed: Packed, rows: Tensor | None = None) -> Tensor:
     return (groups * scale.unsqueeze(-1)).flatten(-2)
 
 
+def suits(packed: Packed) -> bool:
+    """Whether kernels.c can multiply by a matrix."""
+    return packed.bits in _KINDS and not packed.inputs % 32 and packed.values.is_contiguous()
+
+
+def matrix(packed: Packed, bias: Tensor | None) -> cpu.Matrix:
+    """A matrix as kernels.c takes it."""
+    pointers = map(cpu.pointer, (packed.values, packed.scale, bias))
+    return cpu.Matrix(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
+
+
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a packed weight: the one place that decides how."""
-    inputs, outputs = packed.inputs, packed.outputs
-    rows = x.numel() // inputs
+    rows = x.numel() // packed.inputs
     plain = x.device.type == "cpu" and fast.without_gradients() and not torch.is_autocast_enabled("cpu")
-    if plain and 0 < rows <= MOST_ROWS and x.dtype == torch.float32 and not inputs % 32:
-        found = cpu.library() if packed.bits in _KINDS else None
-        if found is not None:
-            x = x.contiguous()
-            y = x.new_empty(*x.shape[:-1], outputs)
-            tensors = (x, packed.values, packed.scale, bias, y)
-            found.gss_product(_KINDS[packed.bits], rows, inputs, outputs, *map(cpu.pointer, tensors))
-            return y
+    few = plain and 0 < rows <= MOST_ROWS and x.dtype == torch.float32 and suits(packed)
+    if few and (found := cpu.library()) is not None:
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], packed.outputs)
+        found.gss_product(ctypes.byref(matrix(packed, bias)), rows, x.data_ptr(), y.data_ptr())
+        return y
     weight = unpacked(packed)
     if plain and rows in (1, 2) and x.dtype == weight.dtype:
         return _by_parts(x, weight, bias, rows)

@@ -23,6 +23,27 @@ _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shar
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
+class Matrix(ctypes.Structure):
+    """`struct matrix` of kernels.c, and the next two likewise. The tensors must be kept alive."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("kind", "inputs", "outputs")),
+        *((name, _POINTER) for name in ("values", "scale", "bias")),
+    )
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (("centred", _LONG), ("epsilon", ctypes.c_double), ("weight", _POINTER), ("bias", _POINTER))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Norm) for name in ("norm", "inner_norm")),
+        *((name, Matrix) for name in ("inner", "gate", "context", "output")),
+        *(("size", _LONG), ("taps", _POINTER)),
+    )
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled functions, where they can be had and are wanted."""
     return _compiled() if fast.enabled() else None
@@ -54,9 +75,10 @@ def _compiled() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(folder / name))
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
-    found.gss_product.argtypes = [ctypes.c_int, *[_LONG] * 3, *[_POINTER] * 5]
+    found.gss_product.argtypes = [_POINTER, _LONG, *[_POINTER] * 2]
     found.gss_blocked_steps.argtypes = [*[_LONG] * 5, *[_POINTER] * 5]
-    found.gss_product.restype = found.gss_blocked_steps.restype = None
+    found.gss_layer.argtypes = [_POINTER, *[_LONG] * 3, *[_POINTER] * 4]
+    found.gss_product.restype = found.gss_blocked_steps.restype = found.gss_layer.restype = None
     return found
 
 
