@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gss.data import chunks
-from gss.data.chunks import CHUNK, REACH, Chunk, Skip, chunk_count, cut_chunks, read_offset, stream_of
+from gss.data.chunks import CHUNK, REACH, Chunk, Skip, chunk_count, cut_chunks, read_offset
 
 
 def make(kind: str, size: int) -> bytes:
@@ -36,7 +36,7 @@ def test_any_range_of_chunks_read_alone_is_the_same(kind: str, size: int) -> Non
             found += list(cut_chunks(stream, first, last))
         assert found == whole
     # However the stream hands its bytes out.
-    odd = stream_of(data[i : i + 70_001] for i in range(0, len(data), 70_001))
+    odd = (data[i : i + 70_001] for i in range(0, len(data), 70_001))
     assert list(cut_chunks(odd)) == whole
 
 

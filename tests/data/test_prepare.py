@@ -18,7 +18,7 @@ from data_corpora import contents, folder_bytes, make_text
 
 from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
-from gss.data.merge import SplitShares
+from gss.data.merge import check_shares
 from gss.data.parts import token_dtype
 from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
@@ -157,7 +157,7 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     with pytest.raises(ValueError, match="leave some for train"):
-        SplitShares(0.5, 0.5)
+        check_shares(0.5, 0.5)
 
 
 def test_damage_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_source_that_changed_is_read_again(corpus: Path, tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("gss.data.preparation._finish", stop)
+        patched.setattr("gss.data.preparation._merge", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare([str(corpus)], out, BYTES, valid=0, workers=1)
     first = corpus / "000.txt"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from data_corpora import contents
 
-from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
+from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest, sources
 
 BYTES = load_tokenizer("bytes")
 
@@ -51,24 +51,24 @@ def test_lm1b_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "splits"), [("pg19", ("train", "validation", "test")), ("lm1b", ("train", "test"))])
-def test_hub_tables_through_the_datasets_library(
+def test_tables_of_the_hub(
     tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str, splits: tuple[str, ...]
 ) -> None:
-    pytest.importorskip("datasets")
+    pytest.importorskip("huggingface_hub")
     import pyarrow.parquet
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub = tmp_path / "hub"
     hub.mkdir()
     for number, split in enumerate(splits):
         rows = texts[number * 10 : number * 10 + 10]
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), hub / f"{split}-00000-of-00001.parquet")
-    found = prepared(recipe, tmp_path / "out", hub_name=str(hub), span_bytes=3000)
+    monkeypatch.setitem(sources._HUB, recipe, f"file://{hub}")
+    found = prepared(recipe, tmp_path / "out", span_bytes=3000)
     assert list(found["train"].values()) == texts[:10]
     assert list(found["valid"].values()) == texts[10:20]
     with pytest.raises(ValueError, match="give a local copy with --from"):
-        prepared(recipe, tmp_path / "no", hub_name=str(tmp_path / "nowhere"))
+        prepared(recipe, tmp_path / "no", local="hf://datasets/no-such-user/nothing")
 
 
 def article(main: str, **files: str) -> dict[str, bytes]:

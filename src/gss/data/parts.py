@@ -17,14 +17,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from gss.data import chunks
-from gss.data.chunks import CHUNK, REASONS, Chunk, Skip, digest
+from gss.data.chunks import CHUNK, EMPTY, REASONS, Chunk, Skip, digest
 from gss.data.formats import SourceDocument, Span, read_span
 from gss.data.shards import SPLITS
 from gss.data.tokenizer import Tokenizer
 
 # A document, or what a part has of it. `digest` is a whole document's; the digests of the chunks of one that reaches
-# over parts are in digests.json.
+# over parts are in digests.json, by the number of the record.
 RECORD = np.dtype(
     [
         ("tokens", "<u8"),
@@ -39,8 +38,7 @@ RECORD = np.dtype(
 )
 _PACKED_RECORD = struct.Struct("<QQQ16sBB??")  # the same, for one at a time
 TOKENS, RECORDS, NAMES, DIGESTS = "tokens.bin", "records.bin", "names.jsonl", "digests.json"
-
-SKIP = {reason: 1 + number for number, reason in enumerate(REASONS)}  # as records have it
+SKIP: dict[str | None, int] = {None: 0, **{reason: 1 + number for number, reason in enumerate(REASONS)}}
 _JSON = json.JSONEncoder()
 
 
@@ -59,7 +57,12 @@ class CorpusPart:
     @property
     def name(self) -> str:
         """The part's folder."""
-        return f"part-{self.number:06d}"
+        return part_name(self.number)
+
+
+def part_name(number: int) -> str:
+    """The folder of a part."""
+    return f"part-{number:06d}"
 
 
 @contextmanager
@@ -126,42 +129,40 @@ class _PartWriter:
         self._tokens, self._records, self._names = tokens, records, names
         self.chunk_digests: dict[int, str] = {}  # by the number of the record
         self._count = 0
-        self._waiting: list[tuple[SourceDocument, Chunk, int]] = []  # each with its only chunk, and its split
+        self._waiting: list[tuple[SourceDocument, int]] = []  # each of one chunk in memory, or none; with its split
         self._waiting_bytes = 0
 
     def write_span(self, span: Span) -> None:
         split = 0 if span.split is None else 1 + SPLITS.index(span.split)
         try:
             for document in read_span(span):
-                if isinstance(document.chunks, tuple) and document.chunks:  # whole, and in memory
-                    self._waiting.append((document, document.chunks[0], split))
-                    self._waiting_bytes += len(document.chunks[0].data)
-                    if self._waiting_bytes >= CHUNK:
-                        self.write_waiting()
-                else:
+                if not isinstance(document.chunks, tuple):
                     self.write_waiting()
-                    self._write_document(document, split)
+                    self._write_long(document, split)
+                    continue
+                self._waiting.append((document, split))
+                self._waiting_bytes += 64 + sum(len(chunk.data) for chunk in document.chunks)
+                if self._waiting_bytes >= CHUNK:
+                    self.write_waiting()
         except Skip as skip:  # the span itself is damaged from here on
-            self.write_waiting()
-            self._record(SourceDocument(span.name), split, skip=SKIP[skip.reason])
+            self._waiting.append((SourceDocument(span.name, reason=skip.reason), split))
 
     def write_waiting(self) -> None:
         """Write the short documents that wait."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        texts = [_text_or_skip(chunk) for _, chunk, _ in waiting]
-        encoded = iter(self._tokenizer.encode_many([text for text in texts if isinstance(text, str)]))
+        texts = [_good_text(document) for document, _ in waiting]
+        encoded = iter(self._tokenizer.encode_many([text for text in texts if text is not None]))
         written = [np.zeros(0, np.uint32)]
-        for (document, chunk, split), text in zip(waiting, texts, strict=True):
-            if isinstance(text, Skip):
-                self._record(document, split, skip=SKIP[text.reason])
+        for (document, split), text in zip(waiting, texts, strict=True):
+            if text is None:
+                self._record(document, split)
                 continue
-            ids = next(encoded)
-            written += ids, self._eos
-            size, words = len(chunk.data), len(text.split())
-            self._record(document, split, len(ids) + 1, size, words, chunk.digest())
+            (chunk,) = document.chunks
+            written += next(encoded), self._eos
+            self._record(document, split, len(written[-2]) + 1, len(chunk.data), len(text.split()), digest(chunk.data))
         self._write_ids(np.concatenate(written), waiting[0][0].name if waiting else "")
 
-    def _write_document(self, document: SourceDocument, split: int) -> None:
+    def _write_long(self, document: SourceDocument, split: int) -> None:
         start = self._tokens.tell()
         tokens = size = words = 0
         digests = bytearray()
@@ -170,17 +171,16 @@ class _PartWriter:
                 tokens += self._write_ids(self._tokenizer.encode(chunk.text()), document.name)
                 size += len(chunk.data)
                 words += chunk.words()
-                digests += chunk.digest()
+                digests += digest(chunk.data)
             if document.first and document.last and not words:
-                raise Skip(chunks.EMPTY)
+                raise Skip(EMPTY)
             if document.last:
                 tokens += self._write_ids(self._eos, document.name)
         except Skip as skip:
             self._tokens.seek(start)
             self._tokens.truncate()
-            self._record(document, split, skip=SKIP[skip.reason])
-        else:
-            self._record(document, split, tokens, size, words, bytes(digests))
+            document.reason, tokens, size, words, digests = skip.reason, 0, 0, 0, bytearray()
+        self._record(document, split, tokens, size, words, bytes(digests))
 
     def _write_ids(self, ids: npt.NDArray[Any], name: str) -> int:
         if ids.size and int(ids.max()) >= self._tokenizer.vocab_size:
@@ -191,31 +191,29 @@ class _PartWriter:
         return int(ids.size)
 
     def _record(
-        self,
-        document: SourceDocument,
-        split: int,
-        tokens: int = 0,
-        size: int = 0,
-        words: int = 0,
-        digests: bytes = b"",
-        skip: int = 0,
+        self, document: SourceDocument, split: int, tokens: int = 0, size: int = 0, words: int = 0, digests: bytes = b""
     ) -> None:
-        whole = bytes(16) if skip else digest(digests)
+        whole = bytes(16) if document.reason else digest(digests)
         if not (document.first and document.last):
             self.chunk_digests[self._count] = digests.hex()
             whole = bytes(16)
-        record = _PACKED_RECORD.pack(tokens, size, words, whole, split, skip, document.first, document.last)
-        self._records.write(record)
+        skip = SKIP[document.reason]
+        self._records.write(_PACKED_RECORD.pack(tokens, size, words, whole, split, skip, document.first, document.last))
         self._names.write(_JSON.encode(_printable(document.name)).encode() + b"\n")
         self._count += 1
 
 
-def _text_or_skip(chunk: Chunk) -> str | Skip:
+def _good_text(document: SourceDocument) -> str | None:
+    """The text of a document in memory; None, with the reason noted, where it cannot be used."""
     try:
-        text = chunk.text()
+        text = "".join(map(Chunk.text, document.chunks))
     except Skip as skip:
-        return skip
-    return text if text.strip() else Skip(chunks.EMPTY)
+        document.reason = skip.reason
+        return None
+    if not text.strip():
+        document.reason = document.reason or EMPTY
+        return None
+    return text
 
 
 def _printable(name: str) -> str:

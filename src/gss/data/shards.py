@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gss.data.formats import open_file
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
 from gss.io.files import write_file
 
-FORMAT, VERSION = "gss-data", 1
+FORMAT, SHARE_FORMAT, VERSION = "gss-data", "gss-data-share", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
 SPLITS = ("train", "valid", "test")
 DTYPES = ("uint16", "uint32")  # of tokens
@@ -66,29 +67,43 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     return sealed
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a prepared corpus; ValueError for anything that is not one, whole and unaltered."""
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
+def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
+    """A sealed file, on a disk or at a URL; ValueError for anything that is not one of this form, whole, unaltered."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
-        stated = content.pop("hash")
+        with open_file(path) as file:
+            content = json.load(file)
+        found, version, stated = content["format"], content["version"], content.pop("hash")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
+    if (found, form) == (SHARE_FORMAT, FORMAT):
+        raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
+    if found not in ((FORMAT, SHARE_FORMAT) if form is None else (form,)) or version != VERSION:
+        raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
     if _hash(content) != stated:
         raise ValueError(
             f"{path} was altered after it was written (its hash differs): prepare the corpus anew, with --force"
         )
+    return Manifest(content, stated)
+
+
+def read_manifest(folder: str | os.PathLike[str], form: str | None = FORMAT) -> Manifest:
+    """The manifest of a prepared corpus, of a share of one, or (None) of either."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
+    manifest = read_sealed(str(path), form)
+    content = manifest.content
+    if content["format"] == SHARE_FORMAT:
+        return manifest
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if not _is_complete(content):
         raise ValueError(f"{path} does not describe a corpus: prepare it anew, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
-    return Manifest(content, stated)
+    return manifest
 
 
 def _is_complete(content: dict[str, Any]) -> bool:
