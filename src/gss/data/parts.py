@@ -10,7 +10,6 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,27 +41,17 @@ SKIP: dict[str | None, int] = {None: 0, **{reason: 1 + number for number, reason
 _JSON = json.JSONEncoder()
 
 
-@dataclass(frozen=True)
-class CorpusPart:
-    """Consecutive spans that one process tokenizes."""
-
-    number: int
-    spans: tuple[Span, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes to read, for progress."""
-        return sum(span.size for span in self.spans)
-
-    @property
-    def name(self) -> str:
-        """The part's folder."""
-        return part_name(self.number)
+Part = tuple[int, list[Span]]  # its number, and the consecutive spans that one process tokenizes
 
 
 def part_name(number: int) -> str:
     """The folder of a part."""
     return f"part-{number:06d}"
+
+
+def part_size(part: Part) -> int:
+    """Bytes to read, for progress."""
+    return sum(span.size for span in part[1])
 
 
 @contextmanager
@@ -74,17 +63,17 @@ def open_synced(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def make_parts(spans: Iterable[Span], part_bytes: int) -> list[CorpusPart]:
+def make_parts(spans: Iterable[Span], part_bytes: int) -> list[Part]:
     """Spans in order, gathered until a part is about `part_bytes` large."""
-    gathered: list[list[Span]] = []
+    parts: list[Part] = []
     size = 0
     for span in spans:
-        if not gathered or size + span.size > part_bytes or len(gathered[-1]) >= 4096:
-            gathered.append([])
-            size = 0
-        gathered[-1].append(span)
         size += span.size
-    return [CorpusPart(number, tuple(spans)) for number, spans in enumerate(gathered)]
+        if not parts or size > part_bytes or len(parts[-1][1]) >= 4096:
+            parts.append((len(parts), []))
+            size = span.size
+        parts[-1][1].append(span)
+    return parts
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -94,18 +83,18 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-def write_part(part: CorpusPart, folder: Path, tokenizer: Tokenizer) -> None:
+def write_part(part: Part, folder: Path, tokenizer: Tokenizer) -> None:
     """Read and tokenize a part into `folder`, unless it is there already."""
-    final = folder / part.name
+    final = folder / part_name(part[0])
     if final.is_dir():
         return
-    aside = folder / f"{part.name}.{os.getpid()}.tmp"
+    aside = folder / f"{final.name}.{os.getpid()}.tmp"
     try:
         aside.mkdir()
         with ExitStack() as files:
             opened = [files.enter_context(open_synced(aside / name)) for name in (TOKENS, RECORDS, NAMES)]
             writer = _PartWriter(tokenizer, *opened)
-            for span in part.spans:
+            for span in part[1]:
                 writer.write_span(span)
             writer.write_waiting()
         with open_synced(aside / DIGESTS) as file:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import wait as wait_for_sentinel
 from pathlib import Path
 from typing import Any
 
 from gss.data.formats import Span, file_system, is_url
 from gss.data.merge import check_shares, merge_parts
-from gss.data.parts import CorpusPart, make_parts, part_name, token_dtype, write_part
+from gss.data.parts import Part, make_parts, part_name, part_size, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -190,13 +191,13 @@ def _workshop(target: Path, spans: list[Span]) -> Iterator[Path]:
                 shutil.rmtree(work)
 
 
-def _open_share(work: Path, asked: dict[str, Any], parts: list[CorpusPart], tokenizer: Tokenizer) -> Path:
+def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer: Tokenizer) -> Path:
     """The folder for the parts, with those that an interrupted run of the very same plan has made, and nothing else."""
     folder, plan_file = work / "share", work / "plan"
-    stamps = [(span.path, span.stamp) for part in parts for span in part.spans]
-    plan = hashlib.sha256(json.dumps([asked, stamps, [len(part.spans) for part in parts]]).encode()).hexdigest()
+    stamps = [[(span.path, span.stamp) for span in spans] for _, spans in parts]
+    plan = hashlib.sha256(json.dumps([asked, stamps]).encode()).hexdigest()
     same = plan_file.is_file() and plan_file.read_text() == plan
-    wanted = {part.name for part in parts} if same else set()
+    wanted = {part_name(number) for number, _ in parts} if same else set()
     for path in [*work.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
         if path.name not in wanted | {"lock", "share"}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -206,44 +207,39 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[CorpusPart], toke
     return folder
 
 
-# Each worker process loads the vocabulary once, and keeps it here.
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(tokenizer_folder: str) -> None:
-    global _worker_tokenizer
+@cache
+def _worker_tokenizer(folder: Path) -> Tokenizer:
+    """The vocabulary of a worker process, loaded once; from then on the process ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_tokenizer = load_tokenizer(tokenizer_folder)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait_for_sentinel([parent.sentinel])
-    os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
+
+    def watch() -> None:
+        wait_for_sentinel([parent.sentinel])
+        os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
+
+    threading.Thread(target=watch, daemon=True).start()
+    return load_tokenizer(folder)
 
 
-def _work_on(part: CorpusPart, folder: Path) -> int:
-    assert _worker_tokenizer is not None
-    write_part(part, folder, _worker_tokenizer)
-    return part.size
+def _work_on(part: Part, folder: Path) -> int:
+    write_part(part, folder, _worker_tokenizer(folder / TOKENIZER_FOLDER))
+    return part_size(part)
 
 
-def _write_parts(parts: list[CorpusPart], folder: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
-    total = sum(part.size for part in parts)
-    waiting = [part for part in parts if not (folder / part.name).is_dir()]
-    done = total - sum(part.size for part in waiting)
+def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
+    total = sum(map(part_size, parts))
+    waiting = [part for part in parts if not (folder / part_name(part[0])).is_dir()]
+    done = total - sum(map(part_size, waiting))
     report(done, total)
     if workers == 1 or len(waiting) <= 1:
         for part in waiting:
             write_part(part, folder, tokenizer)
-            done += part.size
+            done += part_size(part)
             report(done, total)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
-    vocabulary = (str(folder / TOKENIZER_FOLDER),)
-    with ProcessPoolExecutor(min(workers, len(waiting)), context, _start_worker, vocabulary) as pool:
+    with ProcessPoolExecutor(min(workers, len(waiting)), context) as pool:
         try:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 done += future.result()

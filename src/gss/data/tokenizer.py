@@ -234,6 +234,8 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
         description = json.loads(path.read_text(encoding="utf-8"))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])
         size, eos, eos_id, file_name = (description[key] for key in ("vocab_size", "eos", "eos_id", "file"))
+        if not isinstance(eos, str | None):
+            raise TypeError(f"{eos!r} names no token")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} does not describe a vocabulary ({error}): restore it") from error
     if file_name != kind.file_name or (file_name and not (folder / file_name).is_file()):
