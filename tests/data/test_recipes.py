@@ -211,7 +211,7 @@ def test_stdlib(tmp_path: Path) -> None:
     assert manifest.splits["valid"]["documents"] >= 1
 
 
-def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path) -> None:
+def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "arxiv"
     root.mkdir()
     spaces = "\\documentclass{a}\n\\input{" + " " * 300_000 + "x\n" + "\\input" + " " * 300_000 + "\n"
@@ -225,11 +225,19 @@ def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path) -> None
         header.type, header.size = kind, 1 << 30
         bomb = header.tobuf(tarfile.USTAR_FORMAT) + bytes(1 << 20)
         (root / f"{name}.tar.gz").write_bytes(gzip.compress(bomb))
+    with tarfile.open(root / "crowd.tar.gz", "w:gz", compresslevel=1) as tar:
+        for number in range(300):
+            folder = tarfile.TarInfo(f"folder-{number}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+    monkeypatch.setattr("gss.data.latex._SMALLEST", 1 << 18)  # so that fewer entries are too many
     started = time.monotonic()
     found = prepared("arxiv", tmp_path / "out", local=str(root))
     assert time.monotonic() - started < 10
     assert [text for split in found.values() for text in split.values()] == [spaces]
-    assert read_manifest(tmp_path / "out").left_out["unreadable"]["documents"] == 3
+    left_out = read_manifest(tmp_path / "out").left_out
+    assert left_out["unreadable"]["documents"] == 3
+    assert left_out["row too long"]["first"] == ["crowd.tar.gz"]
 
 
 def test_names_of_included_files_may_be_quoted(tmp_path: Path) -> None:

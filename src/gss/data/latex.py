@@ -19,7 +19,7 @@ from gss.data.chunks import Skip
 Entry = TypeVar("Entry")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
 MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
-MAX_HEADER = 1 << 20  # bytes of a tar's longer names and attributes
+MAX_HEADER = 1 << 16  # bytes of a tar's longer names and attributes
 MAX_DEPTH = 32  # files that include one another; TeX itself allows about half as many
 _SMALLEST = 512  # bytes that a file counts for at least, so that millions of empty ones end, too
 
@@ -41,12 +41,8 @@ def article_text(path: Path) -> str:
         raise Skip(chunks.UNREADABLE) from error
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None
-    texts = {name: _decode(content, latin1) for name, content in files.items() if _included(name)}
+    texts = {name: _decode(content, latin1) for name, content in files.items()}
     return "".join(_resolve(main, texts, (main,), 0))
-
-
-def _included(name: str) -> bool:
-    return name.lower().endswith(_INCLUDED)
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -64,7 +60,8 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
         return
     try:
         with tarfile.open(path, "r:*", tarinfo=_BoundedHeader) as tar:
-            for name, member in _bounded((member.name, member.size, member) for member in tar if member.isfile()):
+            members = ((member.name if member.isfile() else "", member.size, member) for member in tar)
+            for name, member in _bounded(members):
                 if content := tar.extractfile(member):
                     yield posixpath.normpath(name), content.read()
     except tarfile.ReadError:
@@ -78,12 +75,13 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _bounded(files: Iterable[tuple[str, int, Entry]]) -> Iterator[tuple[str, Entry]]:
-    """The files that may be part of the article, as long as all of them together are no larger than one may be."""
+    """The files that may be part of the article, as long as there are neither too many entries nor too much of it."""
     total = 0
     for name, size, entry in files:
-        if _included(name):
-            total += size
-            _check_size(total)
+        wanted = name.lower().endswith(_INCLUDED)
+        total += max(_SMALLEST, size if wanted else 0)
+        _check_size(total)
+        if wanted:
             yield name, entry
 
 

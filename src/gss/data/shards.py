@@ -202,8 +202,12 @@ class Dataset:
         if self.folder is None:
             yield from map(str, range(len(self)))
             return
-        with open(self.folder / f"{self.split}.names", encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+        path, count = self.folder / f"{self.split}.names", 0
+        with open(path, encoding="utf-8") as lines:
+            for count, line in enumerate(lines, 1):
+                yield json.loads(line)
+        if count != len(self):
+            raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus anew")
 
     def document(self, number: int) -> Document:
         """A document by its number."""
@@ -213,9 +217,10 @@ class Dataset:
 
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
-        return map(self._document, range(len(self)), self.names())
+        return (self._document(number, name) for number, name in zip(range(len(self)), self.names(), strict=True))
 
     def _document(self, number: int, name: str) -> Document:
+        self.check_file()
         ids = self.tokens[self.starts[number] : self.ends[number]]
         return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
 
@@ -256,7 +261,8 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
     columns = dict(zip(COLUMNS, index, strict=True))
     ends = columns["ends"]
-    if not len(ends) or ends[0] < 1 or ends[-1] != len(tokens) or bool((ends[1:] <= ends[:-1]).any()):
+    orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
+    if not orderly or (index[1:3] < 0).any():
         raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus anew")
     if verify:
         for low in range(0, len(tokens), 1 << 24):
