@@ -92,7 +92,7 @@ def prepare_command(
             force=force,
             progress=lambda done, total: show("tokenizing", done / total if total else 1.0),
         )
-    unread = unread_endings(source, options.suffixes)
+    unread = unread_endings(source, options)
     if unread:
         endings = ", ".join(f"{count:,} {ending}" for ending, count in list(unread.items())[:5])
         print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix ENDING")

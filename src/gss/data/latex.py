@@ -9,7 +9,7 @@ import posixpath
 import re
 import tarfile
 import zipfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ def article_text(path: Path) -> str:
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None
     texts = {name: _decode(content, latin1) for name, content in files.items()}
-    return "".join(_resolve(main, texts, (main,), 0))
+    return "".join(_resolve((main,), texts, [0]))
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -130,17 +130,17 @@ def _main_file(files: dict[str, bytes]) -> str:
     return min(complete or sources, key=preference)
 
 
-def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], size: int) -> Generator[str, None, int]:
+def _resolve(above: tuple[str, ...], texts: dict[str, str | None], size: list[int]) -> Iterator[str]:
     """A file's text with its inclusions in place; one that is missing or includes itself stays as it is written.
 
-    `size` is the bytes of the files put in place so far, each counted as often as it is included; returned with those
-    of this file and all below it added.
+    `above` ends with the file and begins with the main one. `size` holds the bytes of the files put in place so far,
+    each counted as often as it is included.
     """
-    text = texts[name]
+    text = texts[above[-1]]
     if text is None:
         raise Skip(chunks.INVALID_UTF8)
-    size += max(_SMALLEST, len(text.encode("utf-8")))
-    _check_size(size)
+    size[0] += max(_SMALLEST, len(text.encode("utf-8")))
+    _check_size(size[0])
     if len(above) > MAX_DEPTH:
         raise Skip(chunks.ROW_TOO_LONG)
     for line in text.splitlines(keepends=True):
@@ -149,14 +149,13 @@ def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], si
         position = 0
         for found in _INCLUDE.finditer(code):
             wanted = found.group(2) or (found.group(1) or "").strip().removeprefix('"').removesuffix('"')
-            target = _find(wanted, name, above[0], texts) if wanted and '"' not in wanted else None
+            target = _find(wanted, above[-1], above[0], texts) if wanted and '"' not in wanted else None
             if target is None or target in above:
                 continue
             yield line[position : found.start()]
-            size = yield from _resolve(target, texts, (*above, target), size)
+            yield from _resolve((*above, target), texts, size)
             position = found.end()
         yield line[position:]
-    return size
 
 
 def _find(wanted: str, source: str, main: str, texts: dict[str, str | None]) -> str | None:

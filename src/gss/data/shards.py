@@ -204,8 +204,9 @@ class Dataset:
             return
         path, count = self.folder / f"{self.split}.names", 0
         with open(path, encoding="utf-8") as lines:
-            for count, line in enumerate(lines, 1):
+            for line in lines:
                 yield json.loads(line)
+                count += 1
         if count != len(self):
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus anew")
 

@@ -56,16 +56,6 @@ class SourceOptions:
             raise ValueError(f"a span has at least 1 byte, not {self.span_bytes}")
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A file that was found."""
-
-    path: str  # or a URL
-    name: str  # from the name of the folder in which it was looked for
-    size: int
-    stamp: int  # when it was last written, in nanoseconds; 0 where that is not known
-
-
 def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[str, float] | None = None) -> list[Span]:
     """Every span of the named sources, in an order that depends on names alone.
 
@@ -80,57 +70,57 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
         return RECIPES[recipes[0]](options)
     if options.local is not None:
         raise ValueError(f"--from belongs to a recipe ({', '.join(RECIPES)}); name paths as sources themselves")
-    files = [found for source in sources for found in _source_files(source, options)]
+    files = [file for source in sources for file in _source_files(source, options)]
     sections = _sections(files[0], options, held_out or {}) if len(files) == 1 else []
     return sections or _spans_of_files(files, options, rule=options.splits)
 
 
-def list_files(source: str) -> list[SourceFile]:
-    """The file that is named, or every file under the folder that is; none where there is neither.
+def list_files(source: str, options: SourceOptions) -> list[Span]:
+    """The file that is named, or every file under the folder that is, each as a span; none where there is neither.
 
     They come in the order of their names, a folder's own files before those further down. Hidden files are left out.
+    The kind of one that is not text to us is empty.
     """
+
+    def whole(path: str, name: str, size: int, stamp: int) -> Span:
+        return Span(file_kind(name, options.suffixes), path, name, size, field=options.field, stamp=stamp)
+
     if is_url(source):
-        found = _list_url(source)
+        found = [whole(*file) for file in _list_url(source)]
     else:
         root = Path(source)
-        base = root.resolve().name if root.is_dir() else root.name
         paths = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
-        paths = [root] if root.is_file() else [path for path in paths if path.is_file()]
-        found = [
-            SourceFile(str(path), f"{base}/{path.relative_to(root).as_posix()}".removesuffix("/."), *_status(path))
-            for path in paths
-        ]
+        found = []
+        for path in [root] if root.is_file() else filter(Path.is_file, paths):
+            inside = path.relative_to(root).as_posix()
+            name = root.name if path == root else f"{root.resolve().name}/{inside}"
+            found.append(whole(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
     return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=_place)
 
 
-def _status(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _list_url(url: str) -> list[SourceFile]:
+def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
+    """The URL, name, size and time of each file there."""
     files, root = file_system(url)
     try:
         found = {root: files.info(root)} if files.isfile(root) else files.find(root, detail=True)
     except Exception as error:  # each kind of storage raises its own, the network's and the file system's errors
         raise ValueError(f"could not list {url} ({type(error).__name__}: {error})") from error
-    base, listed = root.rstrip("/").rpartition("/")[2], []
+    base = root.rstrip("/").rpartition("/")[2]
     for path, about in found.items():
         name = f"{base}/{path.removeprefix(root).strip('/')}".removesuffix("/")
         times = (about.get(key) for key in ("mtime", "LastModified", "last_modified", "updated", "created"))
-        stamp = next((getattr(time, "timestamp", lambda time=time: time)() for time in times if time), 0)
-        nanoseconds = int(stamp * 1e9) if isinstance(stamp, int | float) else 0
-        listed.append(SourceFile(files.unstrip_protocol(path), name, int(about.get("size") or 0), nanoseconds))
-    return listed
+        time = next(filter(None, times), 0)
+        seconds = time.timestamp() if hasattr(time, "timestamp") else time
+        stamp = int(seconds * 1e9) if isinstance(seconds, int | float) else 0
+        yield files.unstrip_protocol(path), name, int(about.get("size") or 0), stamp
 
 
-def _place(file: SourceFile) -> list[tuple[bool, str]]:
+def _place(file: Span) -> list[tuple[bool, str]]:
     *folders, own = file.name.split("/")
     return [*((True, folder) for folder in folders), (False, own)]
 
 
-def _spans_of_files(files: list[SourceFile], options: SourceOptions, rule: str) -> list[Span]:
+def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> list[Span]:
     """Spans of files; under rule `auto` the names' own splits count if every file has one."""
     splits = [split_of_name(file.name) for file in files]
     if rule == "own" and None in splits:
@@ -141,13 +131,13 @@ def _spans_of_files(files: list[SourceFile], options: SourceOptions, rule: str) 
         )
     own = rule == "own" or (rule == "auto" and None not in splits)
     pairs = zip(files, splits, strict=True)
-    return [span for file, split in pairs for span in _file_spans(file, split if own else None, options)]
+    return [span for file, split in pairs for span in _file_spans(file, split if own else None, options.span_bytes)]
 
 
-def _sections(file: SourceFile, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
+def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
     """A text file as one document for each split, cut at the ends of lines; none where it is not to be cut."""
     has_own = options.splits == "own" or (options.splits == "auto" and split_of_name(file.name) is not None)
-    plain_text = file_kind(file.name, options.suffixes) == "text" and not file.name.lower().endswith(COMPRESSIONS)
+    plain_text = file.kind == "text" and not file.name.lower().endswith(COMPRESSIONS)
     held_out = {split: share for split, share in held_out.items() if share}
     if has_own or not plain_text or not held_out:
         return []
@@ -163,8 +153,9 @@ def _sections(file: SourceFile, options: SourceOptions, held_out: dict[str, floa
     for split, (begin, end) in zip(("train", *held_out), pairwise([*bounds, file.size]), strict=True):
         if begin < end:
             name = file.name if split == "train" else f"{file.name}@{split}"
-            section = replace(_whole("text", file, split, options), name=name, size=end - begin)
-            spans += _ranges(replace(section, begin=begin, length=end - begin), options.span_bytes)
+            size = end - begin
+            section = replace(file, name=name, size=size, split=split, begin=begin, length=size)
+            spans += _ranges(section, options.span_bytes)
     return spans if len({span.split for span in spans}) > 1 else []
 
 
@@ -178,8 +169,8 @@ def split_of_name(name: str) -> str | None:
     return _SPLIT_NAMES.get(leading.group(1)) if leading else None
 
 
-def file_kind(name: str, suffixes: tuple[str, ...]) -> str | None:
-    """How a file is read, by the ending of its name; None for one that is not text to us."""
+def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
+    """How a file is read, by the ending of its name; empty for one that is not text to us."""
     plain = name.lower()
     compressed = plain.endswith(COMPRESSIONS)
     if compressed:
@@ -188,12 +179,12 @@ def file_kind(name: str, suffixes: tuple[str, ...]) -> str | None:
         return "text"
     if plain.endswith((".jsonl", ".ndjson")):
         return "jsonl"
-    return "parquet" if plain.endswith(".parquet") and not compressed else None
+    return "parquet" if plain.endswith(".parquet") and not compressed else ""
 
 
-def _source_files(source: str, options: SourceOptions) -> list[SourceFile]:
-    found = list_files(source)
-    readable = [file for file in found if file_kind(file.name, options.suffixes)]
+def _source_files(source: str, options: SourceOptions) -> list[Span]:
+    found = list_files(source, options)
+    readable = [file for file in found if file.kind]
     if readable:
         return readable
     if len(found) == 1 and "/" not in found[0].name:
@@ -205,22 +196,16 @@ def _source_files(source: str, options: SourceOptions) -> list[SourceFile]:
     raise ValueError(f"{source} holds no {_READ} file; name other endings of text files with --suffix")
 
 
-def unread_endings(sources: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, int]:
+def unread_endings(sources: Sequence[str], options: SourceOptions) -> dict[str, int]:
     """How many files in the folders among the sources are not read, by their endings."""
-    files = [file for source in sources if source not in RECIPES for file in list_files(source)]
-    unread = [Path(file.name) for file in files if not file_kind(file.name, suffixes)]
+    files = [file for source in sources if source not in RECIPES for file in list_files(source, options)]
+    unread = [Path(file.name) for file in files if not file.kind]
     return dict(Counter(path.suffix or path.name for path in unread).most_common())
 
 
-def _file_spans(file: SourceFile, split: str | None, options: SourceOptions) -> Iterator[Span]:
-    kind = file_kind(file.name, options.suffixes)
-    assert kind is not None
-    whole = _whole(kind, file, split, options)
-    return _row_groups(whole) if kind == "parquet" else _ranges(whole, options.span_bytes)
-
-
-def _whole(kind: str, file: SourceFile, split: str | None, options: SourceOptions) -> Span:
-    return Span(kind, file.path, file.name, file.size, split, field=options.field, stamp=file.stamp)
+def _file_spans(file: Span, split: str | None, span_bytes: int) -> Iterator[Span]:
+    whole = replace(file, split=split)
+    return _row_groups(whole) if whole.kind == "parquet" else _ranges(whole, span_bytes)
 
 
 def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
@@ -255,10 +240,10 @@ def _row_groups(whole: Span) -> Iterator[Span]:
         yield replace(whole, size=metadata.row_group(group).total_byte_size, start=group, stop=group + 1)
 
 
-def _published(recipe: str, options: SourceOptions) -> list[SourceFile]:
+def _published(recipe: str, options: SourceOptions) -> list[Span]:
     """The files of a corpus that can be had from the hub, or of the copy that the user names."""
     try:
-        found = list_files(options.local or _HUB[recipe])
+        found = list_files(options.local or _HUB[recipe], options)
     except ValueError as error:
         raise ValueError(f"{error}; give a local copy with --from, or the URL of another") from error
     if options.local and not found:
@@ -268,7 +253,7 @@ def _published(recipe: str, options: SourceOptions) -> list[SourceFile]:
 
 def _pg19(options: SourceOptions) -> list[Span]:
     """Folders train, validation, test of `<id>.txt`, or tables."""
-    files = [f for f in _published("pg19", options) if file_kind(f.name, options.suffixes) and split_of_name(f.name)]
+    files = [file for file in _published("pg19", options) if file.kind and split_of_name(file.name)]
     if not files:
         raise ValueError(f"{options.local} is not PG-19: it has no folders train, validation, test of .txt files")
     return _spans_of_files(files, options, rule="own")
@@ -281,14 +266,12 @@ def _lm1b(options: SourceOptions) -> list[Span]:
     for split, folder in (("train", "training"), ("valid", "heldout")):
         for file in files:
             if (found := _LM1B_FILE.search(file.name)) and found.group(2) == folder:
-                lines = replace(_whole("lines", file, split, options), name=found.group(1))
-                spans += _ranges(lines, options.span_bytes)
+                spans += _file_spans(replace(file, kind="lines", name=found.group(1)), split, options.span_bytes)
     if spans:
         return spans
     for file in files:
-        split_name = split_of_name(file.name)
-        if split_name and file_kind(file.name, options.suffixes):
-            spans += _file_spans(file, "train" if split_name == "train" else "valid", options)
+        if file.kind and (own := split_of_name(file.name)):
+            spans += _file_spans(file, "train" if own == "train" else "valid", options.span_bytes)
     if not spans:
         raise ValueError(f"{options.local} is not LM1B: it has neither the published folders nor tables of splits")
     return spans

@@ -106,14 +106,10 @@ def train_tokenizer(
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the work as an exception does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
         yield
         return
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
