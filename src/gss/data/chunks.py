@@ -49,10 +49,9 @@ class Chunk:
         except UnicodeDecodeError:
             raise Skip(INVALID_UTF8) from None
 
-    def words(self) -> int:
-        """The number of words that start in this chunk, as str.split() finds them."""
-        text = self.text()
-        return len(text.split()) - (self.inside_word and not text[0].isspace())
+    def words(self, text: str) -> int:
+        """The number of words that start in this chunk, whose text this is, as str.split() finds them."""
+        return len(text.split()) - (self.inside_word and bool(text) and not text[0].isspace())
 
 
 def digest(data: bytes) -> bytes:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gss.data.chunks import DUPLICATE, EMPTY, REASONS, digest
 from gss.data.formats import open_file
-from gss.data.parts import DIGESTS, NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
+from gss.data.parts import NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
 from gss.data.shards import SPLITS, file_hash, unigram_entropy
 
 ROWS = 1 << 16  # documents handled at once
@@ -47,7 +47,7 @@ def merge_parts(
     table = np.memmap(table_path, RECORD, "r+", shape=(count,)) if count else np.zeros(0, RECORD)
     _drop_duplicates(table)
     left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
-    names, tokens = _document_names(parts), _Tokens(parts, dtype)
+    names, tokens = _lines(parts), _Tokens(parts, dtype)
     with ExitStack() as files:
         splits = [_SplitWriter(out, split, vocab_size, files) for split in SPLITS]
         for rows in _batches(table):
@@ -83,28 +83,29 @@ def _batches(table: Table, split: str | None = None) -> Iterator[Table]:
 
 
 def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test: float) -> int:
-    """A row for each document of all parts, those that reach over parts joined; returns how many."""
-    count, joined, digests = 0, np.zeros(1, RECORD)[0], b""
+    """A row for each document of all parts, its chunks joined; returns how many."""
+    count, begun = 0, np.zeros(0, RECORD)  # the chunks of a document whose last is in another part
     with open(path, "wb") as table:
         for part in parts:
-            rows = _records(part)
+            with open_file(f"{part}/{RECORDS}") as file:
+                found = np.frombuffer(file.read(), RECORD)
             with open_file(f"{part}/{TOKENS}") as file:
-                if file.seek(0, 2) != itemsize * int(rows["tokens"].sum()):
+                if file.seek(0, 2) != itemsize * int(found["tokens"].sum()):
                     raise ValueError(f"{part}/{TOKENS} is not as long as it was: copy this part again")
-            with open_file(f"{part}/{DIGESTS}") as file:
-                chunk_digests = json.load(file)
-            for number in map(int, chunk_digests):  # in order; a row takes up what came before of its document
-                row = rows[number]
-                digests = (b"" if row["first"] else digests) + bytes.fromhex(chunk_digests[str(number)])
-                if not row["first"]:
-                    for field in ("tokens", "bytes", "words"):
-                        row[field] += joined[field]
-                    row["skip"] = max(row["skip"], joined["skip"])
-                if row["last"]:
-                    row["skip"] = max(row["skip"], 0 if row["words"] else SKIP[EMPTY])
-                    row["digest"] = np.frombuffer(digest(digests), "<u8")
-                joined = row.copy()
-            rows = rows[rows["last"]]
+            chunks = np.concatenate([begun, found])
+            complete = int(np.flatnonzero(np.append(True, chunks["last"]))[-1])
+            chunks, begun = chunks[:complete], chunks[complete:]
+            firsts = np.flatnonzero(chunks["first"])
+            rows = chunks[firsts]
+            for field in ("tokens", "bytes", "words") if len(rows) else ():
+                rows[field] = np.add.reduceat(chunks[field], firsts)
+            if len(rows):
+                rows["skip"] = np.maximum.reduceat(chunks["skip"], firsts)
+            rows["skip"][(rows["skip"] == 0) & (rows["words"] == 0)] = SKIP[EMPTY]
+            ends = np.append(firsts[1:], len(chunks))
+            for i in np.flatnonzero(~rows["last"]).tolist():
+                own = chunks["digest"][firsts[i] : ends[i]].tobytes()
+                rows["digest"][i] = np.frombuffer(digest(own), "<u8")
             places = rows["digest"][:, 0] / 2.0**64
             held_out = np.where(places < valid, SPLITS.index("valid"), SPLITS.index("train"))
             held_out[(places >= valid) & (places < valid + test)] = SPLITS.index("test")
@@ -112,11 +113,6 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             table.write(rows.tobytes())
             count += len(rows)
     return count
-
-
-def _records(part: str) -> Table:
-    with open_file(f"{part}/{RECORDS}") as file:
-        return np.frombuffer(bytearray(file.read()), RECORD)
 
 
 def _drop_duplicates(table: Table) -> None:
@@ -137,11 +133,11 @@ def _drop_duplicates(table: Table) -> None:
         table["skip"][places[order[again]]] = SKIP[DUPLICATE]
 
 
-def _document_names(parts: list[str]) -> Iterator[bytes]:
+def _lines(parts: list[str]) -> Iterator[bytes]:
     """The documents' names in order, each still a line of JSON."""
     for part in parts:
-        with open_file(f"{part}/{NAMES}") as lines:
-            yield from (line for is_last, line in zip(_records(part)["last"], lines, strict=True) if is_last)
+        with open_file(f"{part}/{NAMES}") as file:
+            yield from file
 
 
 class _Tokens:
