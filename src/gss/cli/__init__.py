@@ -46,6 +46,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "presets": models.presets,
     "params": models.params,
     "prepare": data.prepare_command,
+    "merge": data.merge_command,
     "data": data.data_command,
     "eval": use.evaluate_command,
     "generate": use.generate_command,

@@ -9,6 +9,7 @@ inputs are targets shifted by one everywhere. B batch, L length.
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -163,28 +164,17 @@ class Packed(_ShuffledRows):
             batch.starts[row, self.dataset.ends[first:last] - begins[row]] = True
 
 
-def _pack(ends: Numbers, length: int, window_size: int = 1 << 18) -> list[int]:
-    """Where each row begins when documents are put whole into rows of `length`, in order.
-
-    Works in windows of documents, so that millions of them need little memory and few steps in Python.
-    """
-    window_size = max(window_size, 2 * length)  # more documents than a row can hold, as each has a token or more
-    begins: list[int] = []
-    position = number = 0  # where the next row begins, and the first document that ends after it
-    while number < len(ends):
-        window = np.asarray(ends[number : number + window_size])
-        is_last = number + window_size >= len(ends)
-        # For a row that begins at each document's start: the first document that does not fit any more.
-        reach = np.searchsorted(window, np.append(position, window[:-1]) + length, side="right").tolist()
-        done = 0
-        while done < len(window) and (reach[done] < len(window) or is_last):
-            begins.append(position)
-            if reach[done] > done:
-                position, done = int(window[reach[done] - 1]), reach[done]
-            else:  # the document is longer than the row, which it fills; the rest of it begins the next one
-                position += length
-                reach[done] = int(np.searchsorted(window, position + length, side="right"))
-        number += done
+def _pack(ends: Numbers, length: int) -> list[int]:
+    """Where each row begins when documents are put whole into rows of `length`, in order."""
+    begins, position, number = [], 0, 0  # where the next row begins, and the first document that ends after it
+    view = np.ascontiguousarray(ends, np.int64).data  # its items are plain integers, which compare quickly
+    while number < len(view):
+        begins.append(position)
+        # Each document has a token or more, so that a row holds no more of them than its length.
+        beyond = bisect_right(view, position + length, number, min(len(view), number + length + 1))
+        # One longer than the row fills it; the rest of it begins the next one.
+        position = view[beyond - 1] if beyond > number else position + length
+        number = beyond
     return begins
 
 
