@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         if self.starts is not None:
             return [self]
         cuts = zip(*(each.split(length, dim=1) for each in self[:3]), strict=True)
-        return [Rows(*cut, None, self.context) for cut in cuts]
+        return [Rows(*cut)._replace(context=self.context) for cut in cuts]
 
 
 class LossModule(nn.Module):
