@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import gss
 from gss import pieces
 from gss.data import Batch
+from gss.decode import read
 from gss.io import checkpoint
 from gss.model import LanguageModel
 from gss.nn.context import Context
+from gss.scoring import score_sequences
 from gss.training import OptimizerConfig, ParallelConfig, TrainConfig, snapshot
 from gss.training.distributed import World
 from gss.training.step import Stepper
@@ -36,6 +37,7 @@ CASES = {
     "pieces of 2": BOUNDED,
     "packed of 4": [family for family in BOUNDED if not family.startswith(("rec-", "feedback-"))],
 }
+READERS = ("gss-hybrid", "gss2")
 TRAININGS = ("ddp packed", "fsdp2 lanes")
 STEPS = 4
 JOBS = [(case, family) for case, families in CASES.items() for family in families]
@@ -75,6 +77,21 @@ def _found(family: str, case: str, context: Context | None = None) -> dict[str, 
         for tensor in found.values():
             dist.all_reduce(tensor, group=context.group)
     return found | ({f"after {name}": tensor for name, tensor in after.named().items()} if after else {})
+
+
+def _read(family: str, context: Context | None = None) -> dict[str, Tensor]:
+    """Scores of two sequences in pieces of 11, of which ranks have some together and read the rest alike; and the
+    logits and state after one.
+    """
+    model = _model(family)
+    ids = torch.randint(0, 61, (2, 121))
+    parts = list(score_sequences(model, [ids[0], ids[1, :70]], piece=11, context=context))
+    logits, state = read(model, ids, piece=11, context=context)
+    scores = {
+        f"scores {row}": torch.cat([part.log_probability[row] for part in parts if len(part.counted) > row])[:count]
+        for row, count in enumerate((120, 69))  # without what filled up a piece
+    }
+    return {**scores, "logits": logits, **state.map(Tensor.contiguous).named()}
 
 
 def _stepper(training: str, world: World, context: int) -> Stepper:
@@ -128,6 +145,10 @@ def _rank(rank: int, folder: Path) -> None:
             found = _found(family, case, context)
             if context.rank == size - 1:
                 save_file(found, folder / f"{case} {family}.safetensors")
+    for family in READERS:
+        found = _read(family, context)
+        if rank == 1:
+            save_file(found, folder / f"read {family}.safetensors")
     world = World(torch.device("cpu"), rank, RANKS)
     for training in TRAININGS:
         stepper = _stepper(training, world, 2)
@@ -140,8 +161,15 @@ def _rank(rank: int, folder: Path) -> None:
         resumed = _losses(_restored(folder, training, world, RANKS), range(STEPS // 2, STEPS))
         (folder / f"{training} {rank}.json").write_text(json.dumps([losses, resumed]))
     dist.barrier()
-    (folder / f"done{rank}").write_text(f"{time.process_time():.1f} seconds")
+    (folder / f"done{rank}").touch()
     dist.destroy_process_group()
+
+
+def _compare(found: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    assert found.keys() == alone.keys()
+    errors = {name: relative_error(found[name], alone[name]) for name in alone}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= 1e-10, f"{worst} differs by {errors[worst]:.1e}"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "done0").exists():
             folder.mkdir(exist_ok=True)
-            multiprocessing.set_forkserver_preload([__name__])  # they import torch once
+            multiprocessing.set_forkserver_preload(["torch._dynamo", __name__])  # imported once
             torch.multiprocessing.start_processes(_rank, (folder,), nprocs=RANKS, start_method="forkserver")
     return folder
 
@@ -160,11 +188,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("case", "family"), JOBS)
 def test_ranks_give_what_one_process_gives(folder: Path, case: str, family: str) -> None:
     alone = _found(family, case)
-    found = load_file(folder / f"{case} {family}.safetensors")
-    assert found.keys() == alone.keys()
-    errors = {name: relative_error(found[name], alone[name]) for name in alone}
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= 1e-10, f"{worst} differs by {errors[worst]:.1e}"
+    _compare(load_file(folder / f"{case} {family}.safetensors"), alone)
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_ranks_read_what_one_process_reads(folder: Path, family: str) -> None:
+    _compare(load_file(folder / f"read {family}.safetensors"), _read(family))
 
 
 @pytest.mark.parametrize("training", TRAININGS)

@@ -17,7 +17,7 @@ Layers know nothing of this. The model gives them a `Stretch` in place of a stat
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,18 @@ class Context:
         for tensor in received:
             dist.recv(tensor, group=self.group, group_src=rank)
         return received
+
+
+def shared_pieces(tokens: int, piece: int, context: Context | None) -> Iterator[tuple[int, int, Context | None]]:
+    """First token, length and ranks of the pieces that a sequence is read in: a piece per rank at a time, and the rest,
+    where a stretch could be shorter than what a layer looks back on, on every rank alike.
+    """
+    at = 0
+    while at < tokens:
+        sharing = context if context and tokens - at >= context.size * piece else None
+        length = min(context.size * piece if context and sharing else piece, tokens - at)
+        yield at, length, sharing
+        at += length
 
 
 @dataclass(frozen=True)
