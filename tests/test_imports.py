@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {"model", "nn", "data", "precision", "decode"},
     "scoring": {"model", "nn"},
     "lm": {"model", "nn", "data", "precision", "generate", "io", "scoring", "box"},
-    "evaluation": {"model", "data", "precision", "scoring", "lm"},
+    "evaluation": {"model", "nn", "data", "precision", "scoring", "lm"},
     "training": {*_RUN - {"lm", "ops", "scoring", "decode"}, "pieces", "accounting", "presets", "recipes"},
     "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},
     "hf": {"config", "nn", "model", "loss", "data", "io", "io.files", "lm"},

@@ -268,6 +268,8 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
         current = changes.get(name, getattr(config, name))
         if is_dataclass(current) and not isinstance(value, type(current)):
             nested = {rest: value} if rest else value
+            if isinstance(nested, str) and hasattr(current, "shorthand"):
+                nested = {current.shorthand: nested}
             if not isinstance(nested, Mapping):
                 raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
             changes[name] = override(current, nested)

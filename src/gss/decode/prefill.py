@@ -19,6 +19,7 @@ from gss.decode.prefix_cache import Entry, PrefixCache, Tokens
 from gss.decode.request import Request, Score
 from gss.decode.sampler import score
 from gss.model import LanguageModel
+from gss.nn.context import Context, shared_pieces
 from gss.nn.state import ModelState
 
 # States cached of one prompt, its end not counted: enough to share prefixes, few enough to leave room for others'.
@@ -29,24 +30,28 @@ _LOGIT_ELEMENTS = 1 << 22
 
 @torch.no_grad()
 def read(
-    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int | None = None
+    model: LanguageModel,
+    tokens: Tensor,
+    state: ModelState | None = None,
+    piece: int | None = None,
+    context: Context | None = None,
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
 
     A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
-    all rows together, if that is more.
+    all rows together, if that is more. The ranks of a `context` read a piece each at the same time, and all have the
+    logits and the state in the end.
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
     model.check_tokens(tokens)
     if piece is None:
         piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
-    hidden = None
-    for part in tokens.split(piece, dim=1):
-        hidden, state = model.hidden(part, state)
-    assert hidden is not None
+    for first, length, sharing in shared_pieces(tokens.shape[1], piece, context):
+        hidden, state = model.hidden(tokens[:, first : first + length], state, context=sharing)
+        last = sharing.gather(hidden[:, -1])[-1] if sharing else hidden[:, -1]
     assert state is not None
-    return model.logits(hidden[:, -1]), state
+    return model.logits(last), state
 
 
 @dataclass(eq=False)

@@ -83,6 +83,19 @@ def _scan_chunks(
     return y.transpose(2, 3).flatten(1, 2), decayed(state, rate, size - 1 - middle)
 
 
+def left(keys: Tensor, values: Tensor, rate: Tensor, chunk: int = 4096) -> Tensor:
+    """The S that keys [B, L, h, 2N] and values [B, L, h, D] leave where there was none: `scan` without outputs."""
+    precise = torch.promote_types(values.dtype, torch.float32)
+    state = None
+    for part, value in zip(keys.to(precise).split(chunk, 1), values.to(precise).split(chunk, 1), strict=True):
+        size = part.shape[1]
+        to_end = torch.arange(size - 1, -1, -1, device=values.device).unsqueeze(-1)
+        added = turned(part.transpose(1, 2), rate.unsqueeze(2), to_end).mT @ value.transpose(1, 2)
+        state = added if state is None else decayed(state, rate, size) + added
+    assert state is not None
+    return state
+
+
 def powers(rate: Tensor, exponent: Tensor | int) -> tuple[Tensor, Tensor]:
     """e^{λ·exponent}, real and imaginary part, in real arithmetic: compilers leave complex numbers alone."""
     size, angle = torch.exp(rate[0] * exponent), rate[1] * exponent

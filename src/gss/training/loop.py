@@ -147,7 +147,12 @@ class _Run:
             self.progress,
             interrupt,
             Prefetch(
-                self.batches, self.step, config.steps, rank=world.rank, world=world.size, device=world.device
+                self.batches,
+                self.step,
+                config.steps,
+                rank=self.stepper.replica,
+                world=self.stepper.replicas,
+                device=world.device,
             ) as batches,
         ):
             self._clock = time.perf_counter()
