@@ -4,7 +4,6 @@ Greedy or sampled: temperature, top-k, top-p, min-p, a repetition penalty, stop 
 tokenizers and states; nothing of terminals or servers.
 """
 
-import os.path
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -151,7 +150,7 @@ class TextPieces:
 
     def _new(self, piece: str) -> str:
         """A piece without what the prompt ended in."""
-        shared = len(os.path.commonprefix([piece, self._known]))
+        shared = min(len(self._known), len(piece) - len(piece.lstrip("\ufffd")))
         if piece:
             self._known = self._known[shared:] if shared == len(piece) else ""
         return piece[shared:]
