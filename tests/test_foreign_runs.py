@@ -142,7 +142,7 @@ def test_a_manifest_whose_files_are_none(run: Path, files: Any) -> None:
 def test_a_json_of_any_size_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ValueError, match="no file of ours"):
+    with pytest.raises(ValueError, match="and a file of its kind at most"):
         read_json(tmp_path / "large.json")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
-from gss.io.files import write_file
+from gss.io.files import read_whole, write_file
 
 FORMAT, VERSION = "gss-data", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
@@ -72,7 +72,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if not path.is_file():
         raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path))
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
         stated = content.pop("hash")
@@ -187,8 +187,12 @@ class Dataset:
         if self.folder is None:
             yield from map(str, range(len(self)))
             return
-        with open(self.folder / f"{self.split}.names", encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+        path = self.folder / f"{self.split}.names"
+        try:
+            with open(path, encoding="utf-8") as lines:
+                yield from map(str, map(json.loads, lines))
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path} does not hold the documents' names: prepare the corpus anew") from None
 
     def document(self, number: int) -> Document:
         """A document by its number."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gss.io.files import write_file
+from gss.io.files import read_whole, write_file
 
 Ids = npt.NDArray[np.uint32]
 
@@ -223,9 +223,9 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
             f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a SentencePiece .model or a folder made by gss"
         )
     if path.suffix == ".json":
-        return JsonTokenizer(path.read_bytes(), eos, str(path))
+        return JsonTokenizer(read_whole(path), eos, str(path))
     if path.suffix == ".model":
-        return SentencePieceTokenizer(path.read_bytes(), eos, str(path))
+        return SentencePieceTokenizer(read_whole(path), eos, str(path))
     raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
 
 
@@ -243,14 +243,14 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
                 return load_tokenizer(folder / name, wanted_eos)
         raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
-        description = json.loads(description_path.read_text(encoding="utf-8"))
+        description = json.loads(read_whole(description_path))
         kind, file_name, eos = description["kind"], description["file"], description["eos"]
         stated = str(description["hash"])
         if FILES.get(kind, "") != file_name or (file_name and not (folder / file_name).is_file()):
             raise ValueError(f"{description_path} names a file that is not the vocabulary's own: restore it")
-        content = (folder / file_name).read_bytes() if file_name else b""
+        content = read_whole(folder / file_name) if file_name else b""
         found = _hash(kind, description["vocab_size"], description["eos_id"], content)
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (KeyError, TypeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{description_path} does not describe a vocabulary ({error}): restore it") from error
     if found != stated:
         raise ValueError(

@@ -23,7 +23,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gss.io.files import read_json, remove, sync
+from gss.io.files import read_json, read_whole, remove, sync
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
@@ -204,7 +204,7 @@ def _manifest(step: int, files: Mapping[str, Any]) -> bytes:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        written = (path / MANIFEST).read_bytes()
+        written = read_whole(path / MANIFEST)
         manifest: dict[str, Any] = json.loads(written)
         # Written again from what was read, it must be the same to the byte: no change anywhere goes unseen.
         intact = written == _manifest(manifest["step"], manifest["files"]) and manifest["step"] == step_of(path)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-_LARGEST_JSON = 1 << 26  # bytes; a file of settings is never near it
+_LARGEST = 1 << 27  # bytes of a file that is read whole: settings, manifests and vocabularies are never near it
 _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -82,14 +82,21 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
         ) from error
 
 
+def read_whole(path: Path) -> bytes:
+    """The contents of a file, which must be one, and not so large that reading it could be an attack."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file")
+    if (size := path.stat().st_size) > _LARGEST:
+        raise ValueError(f"{path} has {size:,} bytes, and a file of its kind at most {_LARGEST:,}")
+    return path.read_bytes()
+
+
 def read_json(path: Path, kind: type = dict) -> Any:
     """The JSON object (or list) in a file, or an empty one where there is no file."""
     if not path.is_file():
         return kind()
-    if path.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, over {_LARGEST_JSON:,}: it is no file of ours")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, kind):

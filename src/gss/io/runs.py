@@ -27,6 +27,8 @@ from gss.nn.state import ModelState
 
 # Of one sequence: a state many times as large as the weights is no model's.
 _STATE_BYTES = 1 << 28
+# Characters; rows of metrics are never near it.
+_LONGEST_ROW = 1 << 20
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -86,15 +88,16 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; one that is not a row, as when a kill cut it short, ends them."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            break
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(_LONGEST_ROW):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                return rows
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                return rows
+            rows.append(row)
     return rows
 
 

@@ -42,8 +42,9 @@ class RunFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
             raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
         for written in (self.path / "lock", self.metrics):
-            if written.is_symlink():  # a folder from elsewhere could have us write anywhere
-                raise ValueError(f"{written} is a link, and training writes to it: delete it")
+            # In a folder from elsewhere, a link could have us write anywhere.
+            if written.is_symlink() or (written.exists() and not written.is_file()):
+                raise ValueError(f"{written} is a link or no file, and training writes to it: delete it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("w")
         try:
