@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gss.data.formats import open_file
+from gss.data.formats import is_url, open_file
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
-from gss.io.files import write_file
+from gss.io.files import read_whole, write_file
 
 FORMAT, SHARE_FORMAT, VERSION = "gss-data", "gss-data-share", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
@@ -67,11 +67,17 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     return sealed
 
 
+def _stored(path: str) -> bytes:
+    if not is_url(path):
+        return read_whole(Path(path))
+    with open_file(path) as file:
+        return file.read()
+
+
 def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
     """A sealed file, on a disk or at a URL; ValueError for anything that is not one of this form, whole, unaltered."""
     try:
-        with open_file(path) as file:
-            content = json.load(file)
+        content = json.loads(_stored(path))
         found, version, stated = content["format"], content["version"], content.pop("hash")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
@@ -203,10 +209,13 @@ class Dataset:
             yield from map(str, range(len(self)))
             return
         path, count = self.folder / f"{self.split}.names", 0
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)
-                count += 1
+        try:
+            with open(path, encoding="utf-8") as lines:
+                for line in lines:
+                    yield str(json.loads(line))
+                    count += 1
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path} does not hold the documents' names: prepare the corpus anew") from None
         if count != len(self):
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus anew")
 

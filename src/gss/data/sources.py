@@ -297,7 +297,7 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
     "pg19": _pg19,
     "lm1b": _lm1b,
     "arxiv": lambda options: _entries(
-        "arxiv", "article", options, lambda p: p.is_dir() or p.name.lower().endswith(ARCHIVES)
+        "arxiv", "article", options, lambda p: p.is_dir() or (p.is_file() and p.name.lower().endswith(ARCHIVES))
     ),
     "github": lambda options: _entries("github", "repository", options, Path.is_dir),
 }

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gss.io.files import write_file, write_json
+from gss.io.files import read_whole, write_file, write_json
 
 Ids = npt.NDArray[np.uint32]
 
@@ -214,7 +214,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
     if path.suffix not in kinds:
         raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
-    return kinds[path.suffix](path.read_bytes(), eos, str(path))
+    return kinds[path.suffix](read_whole(path), eos, str(path))
 
 
 def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
@@ -231,16 +231,16 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
                 return load_tokenizer(folder / name, wanted_eos)
         raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(read_whole(path))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])
         size, eos, eos_id, file_name = (description[key] for key in ("vocab_size", "eos", "eos_id", "file"))
         if not isinstance(eos, str | None):
             raise TypeError(f"{eos!r} names no token")
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (KeyError, TypeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} does not describe a vocabulary ({error}): restore it") from error
     if file_name != kind.file_name or (file_name and not (folder / file_name).is_file()):
         raise ValueError(f"{path} names a file that is not the vocabulary's own: restore it")
-    content = (folder / file_name).read_bytes() if file_name else b""
+    content = read_whole(folder / file_name) if file_name else b""
     found = _hash(kind.kind, size, eos_id, content)
     if found != stated:
         raise ValueError(

@@ -96,6 +96,8 @@ class Prefill:
         self._model, self._cache, self._piece = model, cache, piece
         self._device = model.embedding.weight.device
         self._state_bytes = model.initial_state(1).nbytes
+        self.bounded = model.bounded_state
+        """Whether states have one size, however much has been read."""
         self._waiting: deque[PartialPrompt] = deque()
         self.prompt_tokens = 0
         """Of all prompts that are done."""
@@ -161,13 +163,17 @@ class Prefill:
             prompt.leader[0].marks.add(best)
 
     def _side_by_side(self, unread: list[PartialPrompt]) -> Iterator[PartialPrompt]:
-        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all."""
+        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all.
+
+        Of states that grow, only those of one length: joined, each would be as long as the longest.
+        """
         first = unread[0]
         size = self._end(first) - first.at
         room = max(1, self._piece // size)
         for prompt in unread:
             alone = prompt.request.score_prompt or first.request.score_prompt
-            if room and self._end(prompt) - prompt.at == size and (prompt is first or not alone):
+            fits = self._end(prompt) - prompt.at == size and (self.bounded or _read(prompt) == _read(first))
+            if room and fits and (prompt is first or not alone):
                 room -= 1
                 yield prompt
 
@@ -211,6 +217,11 @@ class Prefill:
         for part, targets in zip(hidden[:-1].split(step), tokens[1:].split(step), strict=True):
             if len(targets):
                 prompt.scores += scored(self._model.logits(part), targets, top)
+
+
+def _read(prompt: PartialPrompt) -> int:
+    """Tokens that a prompt's state has read, those of the state that its request came with included."""
+    return 0 if prompt.state is None else int(prompt.state.position[0])
 
 
 def scored(logits: Tensor, tokens: Tensor, top: int) -> list[Score]:
