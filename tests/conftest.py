@@ -1,11 +1,15 @@
 """Shared set-up: one thread a worker when tests run side by side, and small models of every family."""
 
 import os
+import sys
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import gss
+from gss.cli import main
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels on the CPU; read when they are imported
@@ -21,9 +25,26 @@ SLIDING = "llama-sliding"
 """For `small_config`: llama with a window of 8 tokens and QK-norm, which no preset has."""
 
 
+Command = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`gss …` in this process, by the function behind the command: its exit status, standard output and error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gss", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which the command replaces
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 def small_config(family: str, **overrides: object) -> gss.ModelConfig:

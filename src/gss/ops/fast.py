@@ -19,7 +19,8 @@ from torch import Tensor
 _TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 _HALVES = (torch.bfloat16, torch.float16)
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _enabled = os.environ.get("GSS_FAST", "1") != "0"
 
