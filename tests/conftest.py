@@ -17,10 +17,14 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-FAMILIES = ("gss", "gss-hybrid", "gss2", "dss", "transformer")
 # Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
 WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
-ALL_FAMILIES = (*FAMILIES, "llama", *WINDOW_FAMILIES)
+# Every family has a tiny preset; those in -l are the same family.
+ALL_FAMILIES = tuple(
+    name.removesuffix("-tiny") for name in gss.PRESETS if name.endswith("-tiny") and not name.endswith("-l-tiny")
+)
+FAMILIES = tuple(name for name in ALL_FAMILIES if name not in (*WINDOW_FAMILIES, "llama"))
+"""Those that the longest tests are run on."""
 SLIDING = "llama-sliding"
 """For `small_config`: llama with a window of 8 tokens and QK-norm, which no preset has."""
 

@@ -1,4 +1,4 @@
-"""`gss quickstart` goes the whole way, again too, and ends with a report; without matplotlib it says so and ends well."""
+"""`gss quickstart` goes the whole way, and again, and ends with a report; without matplotlib it says so."""
 
 import sys
 from pathlib import Path
