@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gss
+from gss.choices import ACTIVATIONS
 from tests.comparing import relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, small_config
 
@@ -111,6 +112,13 @@ def test_any_pieces(family: str, options: dict[str, object], sizes: list[int], b
     model = gss.build_model(small_config(family, **options)).double()
     tokens = torch.randint(0, 61, (batch, sum(sizes)))
     assert_same(run(model, tokens, sizes), run(model, tokens, [sum(sizes)]), 1e-10)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    model = gss.build_model(small_config("gss-hybrid", activation=activation)).double()
+    tokens = torch.randint(0, 61, (2, 24))
+    assert_same(run(model, tokens, [1, 9, 14]), run(model, tokens, [24]), 1e-10)
 
 
 @pytest.mark.parametrize("family", EVERY)
