@@ -52,6 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": use.generate_command,
     "serve": serve.serve_command,
     "train": train.train_command,
+    "bench": bench.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,
     "quickstart": quickstart.quickstart_command,
@@ -61,7 +62,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for name, command in COMMANDS.items():
     app.command(name)(command)
 app.add_typer(data.tokenizer_app, name="tokenizer")
-app.add_typer(bench.bench, name="bench")
 app.add_typer(probe.probe, name="probe")
 
 

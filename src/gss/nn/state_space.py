@@ -76,7 +76,7 @@ class DiagonalStateSpace(StateSpace):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    @torch.compiler.disable
+    @fast.uncompiled
     def taps(self, length: int) -> Tensor:
         """The kernel [H, L], D included in its first tap."""
         with torch.autocast(self.skip.device.type, enabled=False):
@@ -130,7 +130,7 @@ class DiagonalStateSpace(StateSpace):
             return swapped(fft.convolve_rows(swapped(u), self.taps(row))), None
         return self._mix(u, state, keep_state)
 
-    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
+    @fast.uncompiled  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))

@@ -125,7 +125,7 @@ def _times(x: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return real * cos - imaginary * sin, real * sin + imaginary * cos
 
 
-@torch.compiler.disable  # a loop whose graph would grow with the sequence
+@fast.uncompiled  # a loop whose graph would grow with the sequence
 def carry(added: Tensor, factor: tuple[Tensor, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk [B, n, h, 2N, D] and with the last's, from what each adds and e^{λC}, [h, N] twice.
 
