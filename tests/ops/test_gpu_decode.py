@@ -22,6 +22,12 @@ DEVICES = [
 ]
 # Chunks that end while a test reads.
 HYBRID: dict[str, object] = {"pattern": ("gss", "attention", "gss"), "depth": 3, "attention.chunk": 8}
+# Windows that are full while a test reads, and norms and rotations of queries and keys.
+KEYED: dict[str, object] = {
+    "pattern": ("gss2", "attention"), "depth": 2, "attention.chunk": None, "attention.sliding": 7,
+    "attention.qk_norm": True, "attention.head_width": 6, "positions": "rotary", "feedforward": "gated", "norm": "rmsnorm", "bias": False,
+    "activation": "swish", "matrix_state": {"heads": 3, "value_width": 10}, "state_space.modes": 5,
+}  # fmt: skip
 # Sizes that no tile divides, and every choice that the kernels know: (batch, block, config).
 CASES = {
     "one": (1, 3, {}),
@@ -40,6 +46,9 @@ CASES = {
     ),
     "two, hybrid, wide": (2, 3, {**HYBRID, "attention.head_width": 160, "feedforward_width": 300}),
     "three, hybrid, rms, no bias": (3, 3, {**HYBRID, "norm": "rmsnorm", "bias": False, "activation": "relu"}),
+    "one, gss2 and hybrid": (1, 3, KEYED),
+    "three, gss2 and hybrid": (3, 4, {**KEYED, "attention.qk_norm": False}),
+    "two, gss2": (2, 3, {**KEYED, "pattern": ("gss2",), "depth": 1, "bias": True, "zero_outputs": False}),
     "three, attention last": (3, 4, {**HYBRID, "pattern": ("gss", "attention"), "depth": 2}),
 }
 

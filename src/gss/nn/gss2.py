@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.context import across_ranks, by_decay, by_recent
+from gss.nn.decoding import GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
@@ -63,6 +64,11 @@ class GSS2Layer(SequenceLayer):
             "modes": Slot((space.heads, 2 * space.modes, self.value.out_features // space.heads)),
             "recent": Slot((taps - 1, channels)),
         }
+
+    def gpu_plan(self, block: int) -> GPUPlan | None:
+        from gss.nn.gpu_plans import GSS2Plan
+
+        return GSS2Plan(self) if GSS2Plan.fits(self) else None
 
     def mixing_flops(self, length: int) -> float:
         space = self.state_space
