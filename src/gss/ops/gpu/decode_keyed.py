@@ -1,8 +1,8 @@
 """One token of each sequence through GSS2's matrix state, and the product of a gated feed-forward.
 
 The fast path of `gss.nn.gss2` for a token at a time. A program has a head of a sequence to itself: the short
-convolution of its queries, keys and values, the step of its state [2N, D] in place, its output, normed and gated. What a
-step costs is the state, read and written once: at the presets' sizes 64 KB per head, and the products around it.
+convolution of its queries, keys and values, the step of its state [2N, D] in place, its output, normed and gated. What
+a step costs is the state, read and written once: at the presets' sizes 64 KB per head, and the products around it.
 """
 
 import triton
