@@ -96,7 +96,7 @@ def prepare(
 
 def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
     """Make a corpus of the shares that `prepare` made on several machines: folders or URLs, in any order."""
-    found = [(share, read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content) for share in shares]
+    found = [(share, _read_share(share)) for share in shares]
     if not found:
         raise ValueError("name the folders that gss prepare --part made")
     found.sort(key=lambda pair: pair[1]["share"])
@@ -113,6 +113,19 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     with _workshop(Path(out), []) as work:
         there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
         return there or _merge([share for share, _ in found], work, Path(out))
+
+
+def _read_share(share: str) -> dict[str, Any]:
+    """What a share was asked to be; anyone can write one."""
+    asked = read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content
+    try:
+        (number, machines), (valid, test), parts = asked["share"], asked["held_out"], asked["parts"]
+        check_shares(valid, test)
+        if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{share} does not describe a part of a corpus: prepare it anew, with --force") from None
+    return asked
 
 
 def usable_cores() -> int:
@@ -255,7 +268,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
 
 def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
     """Merge the parts of all shares into a folder aside, seal it and put it in place."""
-    asked = read_sealed(f"{shares[0]}/{MANIFEST}", SHARE_FORMAT).content
+    asked = _read_share(shares[0])
     vocabulary = work / TOKENIZER_FOLDER
     shutil.rmtree(vocabulary, ignore_errors=True)
     if is_url(shares[0]):
