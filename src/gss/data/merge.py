@@ -117,6 +117,8 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             rows["split"] = np.where(rows["split"] == 0, held_out, rows["split"] - 1)
             table.write(rows.tobytes())
             count += len(rows)
+    if len(begun):
+        raise ValueError(f"{parts[-1]}/{RECORDS} ends within a document: copy this part again")
     return count
 
 
