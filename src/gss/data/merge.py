@@ -184,7 +184,7 @@ class _SplitWriter:
 
     def add(self, ids: npt.NDArray[Any]) -> None:
         """Append tokens. Short pieces are gathered first, as counting them costs as much as a whole vocabulary."""
-        self._held.append(ids)
+        self._held.append(ids.copy())  # a piece of a block would keep all of it
         self._held_tokens += len(ids)
         if self._held_tokens >= COPY:
             self.write_held()
