@@ -209,10 +209,11 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer:
     folder, plan_file = work / "share", work / "plan"
     stamps = [[(span.path, span.stamp) for span in spans] for _, spans in parts]
     plan = hashlib.sha256(json.dumps([asked, stamps]).encode()).hexdigest()
-    same = plan_file.is_file() and plan_file.read_text() == plan
-    wanted = {part_name(number) for number, _ in parts} if same else set()
+    wanted = {"lock", "share"}
+    if plan_file.is_file() and plan_file.read_text() == plan:
+        wanted |= {"plan", *(part_name(number) for number, _ in parts)}
     for path in [*work.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
-        if path.name not in wanted | {"lock", "share"}:
+        if path.name not in wanted:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     tokenizer.save(folder / TOKENIZER_FOLDER)
     write_manifest(folder, asked)
@@ -269,17 +270,14 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
 def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
     """Merge the parts of all shares into a folder aside, seal it and put it in place."""
     asked = _read_share(shares[0])
-    vocabulary = work / TOKENIZER_FOLDER
-    shutil.rmtree(vocabulary, ignore_errors=True)
-    if is_url(shares[0]):
-        files, root = file_system(shares[0])
-        files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
-    else:
-        shutil.copytree(Path(shares[0], TOKENIZER_FOLDER), vocabulary)
-    tokenizer = load_tokenizer(vocabulary)
-    result = work / "result"
+    result, vocabulary = work / "result", Path(shares[0], TOKENIZER_FOLDER)
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
+    if is_url(shares[0]):
+        files, root = file_system(shares[0])
+        vocabulary = result / TOKENIZER_FOLDER
+        files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
+    tokenizer = load_tokenizer(vocabulary)
     tokenizer.save(result / TOKENIZER_FOLDER)
     parts = [f"{shares[number % len(shares)]}/{part_name(number)}" for number in range(asked["parts"])]
     splits, left_out = merge_parts(parts, work / "table", result, tokenizer.vocab_size, *asked["held_out"])
