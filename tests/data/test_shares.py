@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from gss.cli import app
 from gss.data import SourceOptions, load_tokenizer, merge_shares, open_dataset, preparation, prepare
 from gss.data.chunks import CHUNK
+from gss.data.shards import SHARE_FORMAT, read_sealed, write_manifest
 from gss.data.tokenizer import SentencePieceTokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -144,6 +145,21 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
     for bad in ((0, 3), (4, 3)):
         with pytest.raises(ValueError, match="parts are counted from 1/3 to 3/3"):
             prepare([str(corpus)], tmp_path / "no", BYTES, share=bad)
+    sealed = read_sealed(f"{three}/manifest.json", SHARE_FORMAT).content
+    for forged in ({"parts": 10**12}, {"parts": None}, {"share": [3]}, {"share": "33"}, {"held_out": [2, 0]}):
+        write_manifest(Path(three), {**sealed, **forged})
+        with pytest.raises(ValueError, match="does not describe a part of a corpus"):
+            merge_shares([one, two, three], out)
+    write_manifest(Path(three), sealed)
+    records = sorted((tmp_path / "2").glob("part-*/records.bin"))[0]
+    whole = records.read_bytes()
+    for place in (-1, -3):  # whether the last chunk ends its document, and the reason to skip it
+        altered = bytearray(whole)
+        altered[place] ^= 0x40 if place == -3 else 1
+        records.write_bytes(altered)
+        with pytest.raises(ValueError, match=r"records\.bin is not as it was: copy this part again"):
+            merge_shares([one, two, three], out)
+    records.write_bytes(whole)
     tokens = sorted((tmp_path / "2").glob("part-*/tokens.bin"))[0]
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"tokens\.bin is not as long as it was: copy this part again"):

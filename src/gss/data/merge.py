@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gss.data.chunks import DUPLICATE, EMPTY, REASONS, digest
 from gss.data.formats import open_file
 from gss.data.parts import NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
-from gss.data.shards import SPLITS, file_hash, unigram_entropy
+from gss.data.shards import SPLITS, check_ids, file_hash, unigram_entropy
 
 ROWS = 1 << 16  # documents handled at once
 BUCKET = 1 << 21  # documents whose digests are compared at once
@@ -93,6 +93,11 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
                 if file.seek(0, 2) != itemsize * int(found["tokens"].sum()):
                     raise ValueError(f"{part}/{TOKENS} is not as long as it was: copy this part again")
             chunks = np.concatenate([begun, found])
+            follows = np.append(True, chunks["last"])[
+                :-1
+            ]  # a document begins where another has ended, and nowhere else
+            if (chunks["first"] != follows).any() or (found["skip"] > len(REASONS)).any() or (found["split"] > 3).any():
+                raise ValueError(f"{part}/{RECORDS} is not as it was: copy this part again")
             complete = int(np.flatnonzero(np.append(True, chunks["last"]))[-1])
             chunks, begun = chunks[:complete], chunks[complete:]
             firsts = np.flatnonzero(chunks["first"])
@@ -112,6 +117,8 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             rows["split"] = np.where(rows["split"] == 0, held_out, rows["split"] - 1)
             table.write(rows.tobytes())
             count += len(rows)
+    if len(begun):
+        raise ValueError(f"{parts[-1]}/{RECORDS} ends within a document: copy this part again")
     return count
 
 
@@ -177,7 +184,7 @@ class _SplitWriter:
 
     def add(self, ids: npt.NDArray[Any]) -> None:
         """Append tokens. Short pieces are gathered first, as counting them costs as much as a whole vocabulary."""
-        self._held.append(ids)
+        self._held.append(ids.copy())  # a piece of a block would keep all of it
         self._held_tokens += len(ids)
         if self._held_tokens >= COPY:
             self.write_held()
@@ -185,6 +192,7 @@ class _SplitWriter:
     def write_held(self) -> None:
         if self._held:
             ids = np.concatenate(self._held)
+            check_ids(ids, len(self._unigrams), self._paths["tokens"].name)
             self._tokens.write(ids.data)
             self._hashed.update(ids.data)
             self._unigrams += np.bincount(ids, minlength=len(self._unigrams))

@@ -96,7 +96,7 @@ def prepare(
 
 def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
     """Make a corpus of the shares that `prepare` made on several machines: folders or URLs, in any order."""
-    found = [(share, read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content) for share in shares]
+    found = [(share, _read_share(share)) for share in shares]
     if not found:
         raise ValueError("name the folders that gss prepare --part made")
     found.sort(key=lambda pair: pair[1]["share"])
@@ -113,6 +113,19 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     with _workshop(Path(out), []) as work:
         there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
         return there or _merge([share for share, _ in found], work, Path(out))
+
+
+def _read_share(share: str) -> dict[str, Any]:
+    """What a share was asked to be; anyone can write one."""
+    asked = read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content
+    try:
+        (number, machines), (valid, test), parts = asked["share"], asked["held_out"], asked["parts"]
+        check_shares(valid, test)
+        if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{share} does not describe a part of a corpus: prepare it anew, with --force") from None
+    return asked
 
 
 def usable_cores() -> int:
@@ -196,10 +209,11 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer:
     folder, plan_file = work / "share", work / "plan"
     stamps = [[(span.path, span.stamp) for span in spans] for _, spans in parts]
     plan = hashlib.sha256(json.dumps([asked, stamps]).encode()).hexdigest()
-    same = plan_file.is_file() and plan_file.read_text() == plan
-    wanted = {part_name(number) for number, _ in parts} if same else set()
+    wanted = {"lock", "share"}
+    if plan_file.is_file() and plan_file.read_text() == plan:
+        wanted |= {"plan", *(part_name(number) for number, _ in parts)}
     for path in [*work.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
-        if path.name not in wanted | {"lock", "share"}:
+        if path.name not in wanted:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     tokenizer.save(folder / TOKENIZER_FOLDER)
     write_manifest(folder, asked)
@@ -255,18 +269,15 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
 
 def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
     """Merge the parts of all shares into a folder aside, seal it and put it in place."""
-    asked = read_sealed(f"{shares[0]}/{MANIFEST}", SHARE_FORMAT).content
-    vocabulary = work / TOKENIZER_FOLDER
-    shutil.rmtree(vocabulary, ignore_errors=True)
-    if is_url(shares[0]):
-        files, root = file_system(shares[0])
-        files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
-    else:
-        shutil.copytree(Path(shares[0], TOKENIZER_FOLDER), vocabulary)
-    tokenizer = load_tokenizer(vocabulary)
-    result = work / "result"
+    asked = _read_share(shares[0])
+    result, vocabulary = work / "result", Path(shares[0], TOKENIZER_FOLDER)
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
+    if is_url(shares[0]):
+        files, root = file_system(shares[0])
+        vocabulary = result / TOKENIZER_FOLDER
+        files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
+    tokenizer = load_tokenizer(vocabulary)
     tokenizer.save(result / TOKENIZER_FOLDER)
     parts = [f"{shares[number % len(shares)]}/{part_name(number)}" for number in range(asked["parts"])]
     splits, left_out = merge_parts(parts, work / "table", result, tokenizer.vocab_size, *asked["held_out"])

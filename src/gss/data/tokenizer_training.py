@@ -181,6 +181,8 @@ def _train_apart(arguments: dict[str, Any], vocab_size: int, work: Path, report:
                 share = int(found.group(1)) / vocab_size
             elif "rror" in message or "high" in message:
                 reason = message.strip()
+            elif share < 0.05:  # before that, each message is a little progress
+                share += 0.001
             report("training", min(0.99, share))
         process.wait()
     finally:
