@@ -96,10 +96,12 @@ def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path)
 
 
 def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) -> None:
-    """Elastic: one of two processes is killed, torchrun starts both anew, and they go on from the newest checkpoint."""
+    """Elastic: one of two processes, which share every row, is killed; torchrun starts both anew, and they go on from
+    the newest checkpoint.
+    """
     straight = run(small_config(steps=120), corpus, tmp_path / "straight")
     out = tmp_path / "run"
-    arguments = _arguments(corpus, out, steps=120, checkpoint__every=5)
+    arguments = _arguments(corpus, out, steps=120, checkpoint__every=5, parallel__context=2)
     process = command(*arguments, processes=2, restarts=1)
     while not (out / "checkpoints" / "step-00000010").exists() and process.poll() is None:
         time.sleep(0.01)
