@@ -12,6 +12,7 @@ import random
 import shutil
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def _archive(path: Path, draw: random.Random) -> str:
     """Another member in a tar, or what is inside of the compression changed."""
     try:
         inner = bytearray(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, zlib.error):
         return _bytes(path, draw)
     what = draw.choice(["member", "member", "inside", "bomb", "header"])
     if what == "bomb":

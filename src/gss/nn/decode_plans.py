@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gss.nn.decoding import Block, without_gaps
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ class BlockedStateSpace(nn.Module):
             if not any(block.joined):
                 return final_state(signal, self._log_a, modes)
             ages = torch.tensor([block.read - joined for joined in block.joined], device=modes.device)
-            decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
-            return final_state(signal, self._log_a, None) + decay * modes
+            carried = carried_state(modes, self._log_a * ages[:, None, None])
+            return final_state(signal, self._log_a, None) + carried
 
 
 class _Cache:
