@@ -26,7 +26,8 @@ HYBRID: dict[str, object] = {"pattern": ("gss", "attention", "gss"), "depth": 3,
 KEYED: dict[str, object] = {
     "pattern": ("gss2", "attention"), "depth": 2, "attention.chunk": None, "attention.sliding": 7,
     "attention.qk_norm": True, "attention.head_width": 6, "positions": "rotary", "feedforward": "gated",
-    "norm": "rmsnorm", "bias": False, "activation": "swish", "matrix_state": {"heads": 3, "value_width": 10}, "state_space.modes": 5,
+    "norm": "rmsnorm", "bias": False, "activation": "swish",
+    "matrix_state": {"heads": 3, "value_width": 10}, "state_space.modes": 5,
 }  # fmt: skip
 # Sizes that no tile divides, and every choice that the kernels know: (batch, block, config).
 CASES = {
