@@ -45,6 +45,7 @@ RECIPE = {
 }
 """What every system has unless it says otherwise."""
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 LENGTHS = (512, 4096, 16_384, 65_536)
 Documents = list[tuple[float, int]]
 
@@ -129,6 +130,43 @@ def table(results: Sequence[dict[str, Any]], which: str) -> str:
         size = f"{result['parameters'] / 1e6:.1f}M, {result['tokens_per_second']:,} tokens per second"
         lines.append(f"{result['system']}: {size}\n    " + "\n    ".join(cells))
     return "\n".join(lines)
+
+
+def page(folder: Path = RESULTS) -> str:
+    """Markdown: a table for each corpus of kept results, beside the Llama that is best on the documents to choose."""
+    tables = []
+    for path in sorted(folder.glob("*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        results = sorted(kept["results"], key=lambda result: _perplexity(result, "choose"))
+        llama = next((result for result in results if result["system"].startswith("llama")), results[0])
+        lines = [
+            f"| {path.stem} | parameters | {' | '.join(f'{n:,}' for n in LENGTHS)} | at 4,096, times Llama's |",
+            "|---|---:|" + "---:|" * (len(LENGTHS) + 1),
+        ]
+        for result in results:
+            cells = [_perplexity(result, "report", str(n)) for n in LENGTHS]
+            ratio = paired_ratio(*(half(r["documents"]["4096"], "report") for r in (result, llama)))
+            beside = "1" if result is llama else f"{ratio.ratio:.3f} ± {ratio.standard_error:.3f}"
+            shown = " | ".join("–" if cell is None else f"{cell:.2f}" for cell in cells)
+            lines.append(f"| {_label(result)} | {result['parameters'] / 1e6:.1f}M | {shown} | {beside} |")
+        count = sum(count for _, count in half(llama["documents"]["4096"], "report"))
+        documents = len(half(llama["documents"]["4096"], "report"))
+        where = f"{kept['hardware']}, {kept['date']}, commit {kept['commit']}: `{kept['command']}`."
+        tables.append("\n".join([*lines, "", f"Scored on {count:,} tokens of {documents} documents. {where}"]))
+    return "\n\n".join(tables)
+
+
+def _perplexity(result: dict[str, Any], which: str, length: str = "4096") -> Any:
+    documents = half(result["documents"].get(length, []), which)
+    return math.exp(sum(nats for nats, _ in documents) / sum(count for _, count in documents)) if documents else None
+
+
+def _label(result: dict[str, Any]) -> str:
+    """A system by its preset and what it has that is not the common recipe's."""
+    name, *changes = result["system"].split("+")
+    own = [change.removeprefix("model.") for change in changes if change.split("=")[0] not in RECIPE]
+    rate = result["settings"]["optimizer.learning_rate"]
+    return f"`{name}`, {', '.join([f'rate {rate}', *(f'`{change}`' for change in own)])}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
