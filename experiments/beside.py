@@ -16,8 +16,8 @@ import torch
 
 from experiments.ceilings import measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
+from experiments.layer import bench_layer
 from experiments.pypi_gss import pypi_part
-from gss.bench.layer import bench_layer
 from gss.bench.models import bench_decode, bench_prefill, bench_train
 from gss.bench.results import Measurement, document, missing, reason, table
 from gss.io.devices import pick_device
@@ -46,7 +46,7 @@ def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measur
         config = preset(model, norm_epsilon=1e-5)  # the peer's epsilon
         return bench_layer(config, shapes, device, rivals={"pypi-gss": pypi_part}, repeats=repeats)
     if arguments.what == "decode":
-        rows = bench_decode([model], device, contexts=[arguments.context], repeats=repeats)
+        rows = bench_decode([model], [(1, arguments.context)], device, repeats)
         where = f"batch 1, context {arguments.context:,}"
         for name in arguments.peer:
             speed = lambda name=name: decode_foreign(name, like, arguments.context, device, repeats)  # noqa: E731

@@ -157,6 +157,8 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     parts: list[Callable[[], None]] = [
+        lambda: errors(2, 1024, 4, torch.bfloat16),
+        lambda: errors(1, 64, 2, torch.bfloat16, 5, 6),
         lambda: errors(2, 1000, 4, torch.bfloat16),
         lambda: times(*SHAPES[0]),
         lambda: layer(16, 4096, True, False),

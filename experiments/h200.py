@@ -20,9 +20,9 @@ import torch
 
 from experiments.ceilings import Ceilings, measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
+from experiments.layer import bench_layer
 from experiments.pypi_gss import pypi_part
 from gss.bench.check import check_training
-from gss.bench.layer import bench_layer
 from gss.bench.measure import release
 from gss.bench.models import TrainingSpeed, bench_decode, bench_prefill, measure_training
 from gss.bench.results import Measurement, document, missing, reason, table
@@ -193,8 +193,9 @@ def decode(run: SpeedTable) -> None:
     """Greedy decoding at batch 1 and 64, after contexts up to a million tokens, beside PyPI's, which recomputes."""
     contexts = (64, 128, 256) if run.trial else (1024, 4096, 65_536, 1_048_576)
     name = f"gss{run.suffix}"
-    found = bench_decode([name], run.device, batches=(1, 64), contexts=contexts, repeats=run.repeats)
-    run.keep(bench_decode([f"transformer{run.suffix}"], run.device, contexts=contexts[1:2], repeats=run.repeats))
+    shapes = [*((1, context) for context in contexts), (64, contexts[0])]
+    found = bench_decode([name], shapes, run.device, run.repeats)
+    run.keep(bench_decode([f"transformer{run.suffix}"], shapes[1:2], run.device, run.repeats))
     where = f"batch 1, context {contexts[1]:,}"
     theirs = _foreign(run, "decode", where, lambda: decode_foreign(
         "pypi-gss", preset(name), contexts[1], run.device, run.repeats))  # fmt: skip

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments import answers, page_plots
+from experiments import answers, page_plots, quality
 from experiments.records import Collection, Record, read_results
 from experiments.studies import STUDIES
 from experiments.tables import markdown, notes, table
@@ -71,6 +71,7 @@ def sections(found: Found, results: Collection, pictures: str) -> dict[str, Call
         "headline": lambda: _headline(results),
         "table1": lambda: _papers_table("table1", results),
         "table2": lambda: _papers_table("table2", results),
+        "quality": quality.page,
         "dss": lambda: answers.dss(results),
         "lengths": lambda: answers.lengths(results),
         "hybrid": lambda: answers.hybrid(results),

@@ -43,7 +43,7 @@ def pypi_gss(layer: GSSLayer) -> "GSS":
 
 
 def pypi_part(layer: GSSLayer, part: str) -> nn.Module:
-    """PyPI's layer with our weights, or its state space alone: a rival of `gss.bench.layer`."""
+    """PyPI's layer with our weights, or its state space alone: a rival of `experiments.layer`."""
     peer = pypi_gss(layer)
     if part == "layer":
         return peer

@@ -1,11 +1,15 @@
 """Shared set-up: one thread a worker when tests run side by side, and small models of every family."""
 
 import os
+import sys
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import gss
+from gss.cli import main
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels on the CPU; read when they are imported
@@ -13,17 +17,38 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-FAMILIES = ("gss", "gss-hybrid", "gss2", "dss", "transformer")
 # Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
 WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
-ALL_FAMILIES = (*FAMILIES, "llama", *WINDOW_FAMILIES)
+# Every family has a tiny preset; those in -l are the same family.
+ALL_FAMILIES = tuple(
+    name.removesuffix("-tiny") for name in gss.PRESETS if name.endswith("-tiny") and not name.endswith("-l-tiny")
+)
+FAMILIES = tuple(name for name in ALL_FAMILIES if name not in (*WINDOW_FAMILIES, "llama"))
+"""Those that the longest tests are run on."""
 SLIDING = "llama-sliding"
 """For `small_config`: llama with a window of 8 tokens and QK-norm, which no preset has."""
+
+
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`gss …` in this process, by the function behind the command: its exit status, standard output and error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gss", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which the command replaces
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 def small_config(family: str, **overrides: object) -> gss.ModelConfig:

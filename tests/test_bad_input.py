@@ -42,7 +42,7 @@ def test_state_of_another_model(model: gss.LanguageModel) -> None:
     deeper = gss.build_model(override(model.config, {"depth": 5}))
     with pytest.raises(ValueError, match="another model's: it has 5 layers"):
         model(tokens, deeper.initial_state(2))
-    sizes = {"state_space.modes": 7, "attention.heads": 4}
+    sizes = {"state_space.modes": 7, "attention.heads": 4, "channels": 7}
     with pytest.raises(ValueError, match="another model's"):
         model(tokens, gss.build_model(override(model.config, sizes)).initial_state(2))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gss
+from gss import decode
 from gss.decode import Decoder
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, SLIDING, small_config
@@ -125,3 +126,32 @@ def test_bad_input() -> None:
     other = gss.build_model(small_config("gss", depth=3))
     with pytest.raises(ValueError, match="another model's"):
         Decoder(model, other.initial_state(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["transformer", "llama"])
+def test_a_long_row_does_not_make_short_ones_long(family: str) -> None:
+    """A cache takes memory in proportion to its own row's length, and rows that outgrow theirs stay what they are."""
+    model = gss.build_model(small_config(family)).eval()
+    ids = torch.randint(61, (1, 700), generator=torch.Generator().manual_seed(0))
+    lengths = [3, 60, 5, 600, 62]
+    states = [decode.read(model, ids[:, :length])[1] for length in lengths]
+    decoder = Decoder(model, states[0])
+    for state in states[1:]:
+        decoder.join(state)
+    held = sum(row.tensor.nbytes for plan in decoder._plans for cache in plan._caches.values() for row in cache.buffers)
+    per_token = 2 * len(model.layers) * model.config.width * 4
+    assert held <= per_token * (1024 + 4 * 64)
+    for step in range(80):
+        logits = decoder.step(torch.cat([ids[:, length + step] for length in lengths]))
+        if step == 40:
+            decoder.keep([0, 4, 2, 3])
+            lengths = [lengths[row] for row in (0, 4, 2, 3)]
+    for row, length in enumerate(lengths):
+        assert torch.allclose(logits[row], model(ids[:, : length + 80])[0][0, -1], atol=1e-4)
+    alone = decoder.state().select([1])
+    assert torch.allclose(model(ids[:, 142:150], alone)[0], model(ids[:, :150])[0][:, 142:], atol=1e-4)
+    decoder.keep([0, 1, 2])
+    assert max(room for plan in decoder._plans for room in plan._caches) <= 256
+    decoder.keep([])
+    assert decoder.state().batch == 0

@@ -160,6 +160,30 @@ def test_text_comes_in_whole_characters() -> None:
     assert "".join(_text(TextPieces(tokenizer), StopStrings([]), iter(broken))) == tokenizer.decode(broken)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_marks_at_the_end_of_a_prompt_are_not_repeated(together: bool) -> None:
+    tokenizer = load_tokenizer("bytes")
+
+    def continued(prompt: bytes, after: bytes) -> str:
+        pieces = TextPieces(tokenizer, list(prompt))
+        parts = [pieces.push(*after)] if together else [pieces.push(byte) for byte in after]
+        return "".join(parts) + pieces.rest()
+
+    mark, euro = "\ufffd".encode(), "€".encode()
+    for prompt, after, text in (
+        (b"a" + mark, b"b", "b"),
+        (b"a" + mark, mark + b"b", "\ufffdb"),
+        (3 * mark, b"bc", "bc"),
+        (3 * mark, 4 * mark, 4 * "\ufffd"),
+        (mark, b"", ""),
+        (mark, euro, "€"),
+        (b"a" + euro[:1], euro[1:] + b"b", "€b"),  # what the prompt has begun is finished
+        (b"a" + euro[:2], b"b", "b"),
+        (euro[:1], b"", ""),
+    ):
+        assert continued(prompt, after) == text, (prompt, after)
+
+
 def test_stop_strings() -> None:
     def until(marks: list[str], *pieces: str) -> list[str]:
         stop = StopStrings(marks)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gss
-from gss.bench.measure import peak_bytes
+from experiments.memory import peak_bytes
 from gss.data import dataset_from_arrays
 from gss.decode import Decoder
 from gss.evaluation import evaluate

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import gss
+from experiments.memory import peak_bytes
 from gss import pieces
-from gss.bench.measure import peak_bytes
 from gss.model import LanguageModel
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, SLIDING, small_config

@@ -4,6 +4,7 @@ A config comes from a preset, a TOML file, a dictionary or `key=value` overrides
 plain data. This module imports no torch, so that a command line can check its arguments at once.
 """
 
+import math
 import tomllib
 import types
 import typing
@@ -52,7 +53,7 @@ class StateSpaceConfig:
         _check_positive(self, "modes")
         for name in ("decay_range", "frequency_range", "step_range"):
             bounds = getattr(self, name)
-            if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1]):
+            if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
                 raise ValueError(f"{name} must be two numbers with 0 < low <= high, not {bounds!r}")
 
     @property
@@ -209,7 +210,7 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and under 1, not {self.dropout!r}")
-        without = [kind for kind in dict.fromkeys(self.layers) if not LAYERS[kind].dropout]
+        without = [kind for kind in self.kinds if not LAYERS[kind].dropout]
         if self.dropout and without:
             raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:
@@ -227,6 +228,11 @@ class ModelConfig:
                 raise ValueError(f"{name} must be over 0, not {value!r}")
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers, each once, in the order of their first."""
+        return tuple(dict.fromkeys(self.pattern[: self.depth]))
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The kind of every layer, first to last."""
         repeats = -(-self.depth // len(self.pattern))
@@ -235,7 +241,7 @@ class ModelConfig:
     @property
     def unused(self) -> tuple[str, ...]:
         """How state spaces start where that makes no difference, as dotted names: all of it in a model without any."""
-        if not {"gss", "gss2", "dss"} & set(self.layers):
+        if not {"gss", "gss2", "dss"} & set(self.kinds):
             return tuple(f"state_space.{each.name}" for each in fields(StateSpaceConfig))
         return tuple(f"state_space.{name}" for name in self.state_space.unused)
 
@@ -268,6 +274,8 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
         current = changes.get(name, getattr(config, name))
         if is_dataclass(current) and not isinstance(value, type(current)):
             nested = {rest: value} if rest else value
+            if isinstance(nested, str) and hasattr(current, "shorthand"):
+                nested = {current.shorthand: nested}
             if not isinstance(nested, Mapping):
                 raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
             changes[name] = override(current, nested)
@@ -319,7 +327,10 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
             raise ValueError(f"{name} must be a list, not {value!r}")
         return tuple(_coerce(name, item, arguments[0]) for item in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be a number with at most 300 digits") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
     return value

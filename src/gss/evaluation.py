@@ -18,6 +18,7 @@ import torch
 
 from gss.data import Dataset, open_dataset, require_same
 from gss.model import LanguageModel
+from gss.nn.context import Context
 from gss.precision import resolved, running
 from gss.scoring import PIECE, ScoredPiece, score_sequences
 
@@ -115,6 +116,7 @@ def evaluate(
     piece: int = PIECE,
     batch_tokens: int = 16_384,
     precision: str = "auto",
+    context: Context | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score a split at each length (None: whole documents with the state carried).
@@ -124,6 +126,7 @@ def evaluate(
     piece           tokens read at a time; more is faster and takes more memory
     batch_tokens    tokens read side by side, when windows are short enough to have several
     precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that has it
+    context         the ranks that read a piece each of long sequences; all of them call this, and all get the result
     report          called with the targets scored so far and in all
 
     >>> lm = gss.load(run)
@@ -148,7 +151,8 @@ def evaluate(
             tally = _Tally(len(counts), length or max(counts))
             for batch in _batches(windows(counts, length), piece, batch_tokens):
                 with running(model, precision):
-                    for part in score_sequences(model, [_ids(dataset, window) for window in batch], piece=piece):
+                    ids = [_ids(dataset, window) for window in batch]
+                    for part in score_sequences(model, ids, piece=piece, context=context):
                         tally.add(batch[: len(part.counted)], part)
                 done += sum(window.stop - window.start for window in batch)
                 report(done, total)

@@ -134,14 +134,16 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prompt[-8:])
-        self._given = _whole(tokenizer.decode(self._ids))  # characters of the ids' text that have been given out
+        text = tokenizer.decode(self._ids)
+        self._given = _whole(text)  # characters of the ids' text that have been given out
+        self._known = text[self._given :]  # marks at the prompt's end, given out only where they become a character
 
     def push(self, *tokens: int) -> str:
         """The text that has become whole with these tokens."""
         self._ids += tokens
         text = self._tokenizer.decode(self._ids)
         whole = _whole(text)
-        piece = text[self._given : whole]
+        piece = self._new(text[self._given : whole])
         self._given = max(self._given, whole)
         if len(self._ids) > 64:
             self._ids = self._ids[-8:]
@@ -150,7 +152,14 @@ class TextPieces:
 
     def rest(self) -> str:
         """What never became a whole character, at the end."""
-        return self._tokenizer.decode(self._ids)[self._given :]
+        return self._new(self._tokenizer.decode(self._ids)[self._given :])
+
+    def _new(self, piece: str) -> str:
+        """A piece without what the prompt ended in."""
+        shared = min(len(self._known), len(piece) - len(piece.lstrip("\ufffd")))
+        if piece:
+            self._known = self._known[shared:] if shared == len(piece) else ""
+        return piece[shared:]
 
 
 def _whole(text: str) -> int:

@@ -15,6 +15,7 @@ from gss.io import checkpoint
 from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.model import LanguageModel
+from gss.nn.context import Context
 from gss.nn.quantized import quantize
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
@@ -129,10 +130,18 @@ class LM:
             speculate=speculate,
         )
 
-    def read(self, text: str, state: ModelState | None = None, *, precision: str = "auto") -> ModelState:
+    def read(
+        self,
+        text: str,
+        state: ModelState | None = None,
+        *,
+        precision: str = "auto",
+        context: Context | None = None,
+    ) -> ModelState:
         """The state after a text, at the start of a document or after what `state` has read.
 
-        A long text is read once and continued as often as you like; `gss.save_state` keeps the state in a file.
+        A long text is read once and continued as often as you like; `gss.save_state` keeps the state in a file. Several
+        ranks that all call this with their `gss.nn.context.Context` read it together, and all get the state.
 
         >>> lm = gss.load(run)
         >>> state = lm.read("Once upon a time")
@@ -143,7 +152,7 @@ class LM:
         ids = prompt_ids(self.tokenizer, text)[0 if state is None else 1 :]
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):
-            return read(self.model, tokens, state)[1]
+            return read(self.model, tokens, state, context=context)[1]
 
     def score(self, text: str, *, precision: str = "auto") -> Score:
         """How likely a text is, token by token, as a document from its start.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gss.choices import LAYERS, load
 from gss.config import ModelConfig
+from gss.nn.context import Context, Stretch
 from gss.nn.dense import norm
 from gss.nn.documents import Documents
 from gss.nn.quantized import project
@@ -52,11 +53,13 @@ class LanguageModel(nn.Module):
         state: ModelState | None = None,
         keep_state: bool = True,
         starts: Tensor | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """The normed activations [B, L, E] under the logits: `logits` of any part of them gives that part's.
 
         `starts` [B, L] marks the first token of every document in packed rows; each is then read alone, and no
-        state comes in or goes out.
+        state comes in or goes out. With a `context` all its ranks give the same tokens and state, and each gets the
+        activations of its own stretch of the tokens alone; the state after all of them is the same on every rank.
         """
         if state is not None:
             self.check_state(state, tokens.shape[0])
@@ -66,12 +69,17 @@ class LanguageModel(nn.Module):
         if starts is not None:
             if state is not None or keep_state:
                 raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
-            documents = Documents(starts)
+            documents = Documents(starts, context.rank, context.size) if context else Documents(starts)
             position = documents.position
-        x = self.embed(tokens, position)
+        elif context is not None:
+            position = context.own(position)
+        x = self.embed(tokens if context is None else context.own(tokens), position)
         after = []
         for i, layer in enumerate(self.layers):
-            x, layer_state = layer(x, documents if state is None else state.layers[i], keep_state)
+            before = documents if state is None else state.layers[i]
+            if context is not None:
+                before = Stretch(context, position, state and state.layers[i], documents)
+            x, layer_state = layer(x, before, keep_state)
             after.append(layer_state)
         return self.norm(x), ModelState(first + tokens.shape[1], tuple(after)) if keep_state else None
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gss.loss import next_token_loss
 from gss.model import LanguageModel
+from gss.nn.context import Context
 from gss.nn.state import ModelState, state_dtype
 
 _Gradients = dict[str, Tensor]
@@ -30,12 +31,20 @@ class Rows(NamedTuple):
     """Which targets count."""
     starts: Tensor | None = None
     """The first tokens of packed documents, which are read in one piece."""
+    context: Context | None = None
+    """The ranks among which each piece is divided; all of them have these same rows."""
+
+    @property
+    def own_targets(self) -> tuple[Tensor, Tensor]:
+        """This rank's targets, and which of them count."""
+        return (self.context.own(self.targets), self.context.own(self.mask)) if self.context else self[1:3]
 
     def split(self, length: int) -> list["Rows"]:
         """The rows cut into pieces of `length` tokens; the last may be shorter."""
         if self.starts is not None:
             return [self]
-        return [Rows(*cut) for cut in zip(*(each.split(length, dim=1) for each in self[:3]), strict=True)]
+        cuts = zip(*(each.split(length, dim=1) for each in self[:3]), strict=True)
+        return [Rows(*cut)._replace(context=self.context) for cut in cuts]
 
 
 class LossModule(nn.Module):
@@ -47,8 +56,8 @@ class LossModule(nn.Module):
 
     def forward(self, rows: Rows, state: ModelState | None, keep: bool) -> tuple[Tensor, ModelState | None]:
         """The summed loss of the counted targets, and the state after the tokens if it is to be kept."""
-        hidden, after = self.model.hidden(rows.tokens, state, keep_state=keep, starts=rows.starts)
-        return next_token_loss(self.model.logits, self.model.embedding.weight, hidden, rows.targets, rows.mask), after
+        hidden, after = self.model.hidden(rows.tokens, state, keep, rows.starts, rows.context)
+        return next_token_loss(self.model.logits, self.model.embedding.weight, hidden, *rows.own_targets), after
 
 
 def backward(
@@ -61,6 +70,8 @@ def backward(
     state: ModelState | None = None,
     keep_state: bool = False,
     count: Tensor | float | None = None,
+    starts: Tensor | None = None,
+    context: Context | None = None,
 ) -> tuple[Tensor, ModelState | None]:
     """The next-token loss of tokens [B, L] and, added to every parameter's `grad`, its gradients: in the memory of
     `piece_tokens` tokens of each row and of the L ÷ `piece_tokens` states between pieces.
@@ -70,6 +81,9 @@ def backward(
                   them too
     keep_state    whether to return the state after the tokens, detached, and not None
     count         what the summed loss is divided by (None: the number of targets that count)
+    starts        [B, L], the first tokens of documents in packed rows, which are read in one piece, without a state
+    context       the ranks among which each piece is divided. All of them give the same rows; the loss and the
+                  gradients are then each rank's part, which add up to the whole
 
     Any size of pieces gives the same but for rounding, and for what dropout draws. Autocast is the caller's, around
     this call. In a model with attention to everything the states grow with what has been read, and all of them with
@@ -90,7 +104,7 @@ def backward(
         )
     if count is None:
         count = mask.sum().clamp(min=1).to(state_dtype(model.embedding.weight.dtype))
-    pieces = Rows(tokens, targets, mask).split(piece_tokens)
+    pieces = Rows(tokens, targets, mask, starts, context).split(piece_tokens)
     loss, after = accumulate(LossModule(model), model, pieces, state, keep_state, 1 / count)
     return loss / count, after
 
@@ -158,7 +172,7 @@ def _states_before(
     states: list[ModelState] = []
     for i, piece in enumerate(pieces[:-1]):
         _draw_as(seed, i)
-        _, state = model.hidden(piece.tokens, state)
+        _, state = model.hidden(piece.tokens, state, context=piece.context)
         assert state is not None
         state = state.map(_own)
         states.append(state)

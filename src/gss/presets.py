@@ -54,7 +54,7 @@ _GSS2 = override(
     {
         "depth": 12,
         "pattern": ("gss2", "gss2", "attention"),
-        "attention.sliding": 512,
+        "attention.sliding": 4096,
         "zero_outputs": True,
         "state_space": {
             "modes": 32,
@@ -116,7 +116,7 @@ PRESETS: dict[str, Preset] = {
     "transformer-lm1b": _preset(_TRANSFORMER, {"vocab_size": 30_000}, "Transformer for LM1B (table 1)", 182),
     "transformer": _preset(_TRANSFORMER, {}, "Transformer, 12 blocks, 32k vocabulary"),
     "llama": _preset(_LLAMA, {}, "Transformer of Llama's kind, 13 blocks, 200M parameters"),
-    "gss2": _preset(_GSS2, {}, "GSS2 with attention over 512 tokens at layers 3, 6, 9, 12, 187M parameters"),
+    "gss2": _preset(_GSS2, {}, "GSS2 with attention over 4,096 tokens at layers 3, 6, 9, 12, 187M parameters"),
     "rec-fixed-skip": _preset(_SLIDE, _recurrent(12), f"{_REC}, the recurrent layer 10th of 12 (table 2)", 196),
     "feedback-lstm-single": _preset(_FEEDBACK_LSTM, {}, f"{_REC}, all 12 blocks read the state, LSTM gate (table 2)"),
     "feedback-fixed-skip": _preset(_FEEDBACK, {}, f"{_REC}, all 12 blocks read the state (table 2)"),
@@ -138,7 +138,7 @@ PRESETS: dict[str, Preset] = {
     "gss2-small": _preset(
         _GSS2,
         {**_SMALL, "feedforward_width": 1408, "attention.heads": 8, "matrix_state.heads": 4},
-        "GSS2 with attention over 512 tokens at layers 3, 6, 9, 45M parameters",
+        "GSS2 with attention over 4,096 tokens at layers 3, 6, 9, 45M parameters",
     ),
     "rec-fixed-skip-small": _preset(
         _SLIDE, {**_SMALL, **_recurrent(9)}, f"{_REC}, the recurrent layer 7th of 9, 47M parameters"

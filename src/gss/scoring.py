@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gss.model import LanguageModel
+from gss.nn.context import Context, shared_pieces
 from gss.nn.state import ModelState
 
 PIECE = 4096
@@ -63,18 +64,20 @@ def score_sequences(
     skip: Sequence[int] | None = None,
     piece: int = PIECE,
     state: ModelState | None = None,
+    context: Context | None = None,
 ) -> Iterator[ScoredPiece]:
     """Score every id of some sequences but the first, by those before it; longest sequences first.
 
     `skip` says for each sequence how many targets are read and not asked for; `state` is what the first ids go on from.
+    The ranks of a `context` read a piece each at the same time, and all get all scores; what is left at the end, less
+    than a piece for each, they all read.
     """
     rows = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     counts = np.array([len(row) - 1 for row in rows])
     assert all(counts[:-1] >= counts[1:]), "the longest sequence comes first"
     skipped = np.zeros_like(counts) if skip is None else np.asarray(skip)
     device = model.device
-    for first in range(0, int(counts[0]), piece):
-        length = min(piece, int(counts[0]) - first)
+    for first, length, sharing in shared_pieces(int(counts[0]), piece, context):
         live = int((counts > first).sum())
         if state is not None and live < state.batch:
             state = state.select(range(live))
@@ -85,9 +88,13 @@ def score_sequences(
         position = np.arange(first, first + length)
         counted = torch.from_numpy((position >= skipped[:live, None]) & (position < counts[:live, None]))
         tokens = torch.from_numpy(ids).to(device)
-        hidden, state = model.hidden(tokens[:, :-1], state, keep_state=first + length < int(counts[0]))
-        chosen = counted.flatten().nonzero().squeeze(1).to(device)
-        scores = token_scores(model, hidden.flatten(0, 1)[chosen], tokens[:, 1:].flatten()[chosen])
-        logs = torch.zeros(counted.shape, dtype=torch.float64).masked_scatter_(counted, scores.log_probability)
-        likeliest = torch.ones_like(counted).masked_scatter_(counted, scores.likeliest)
+        keep = first + length < int(counts[0])
+        hidden, state = model.hidden(tokens[:, :-1], state, keep, context=sharing)
+        own, targets = (sharing.own(t) if sharing else t for t in (counted, tokens[:, 1:]))
+        chosen = own.flatten().nonzero().squeeze(1).to(device)
+        scores = token_scores(model, hidden.flatten(0, 1)[chosen], targets.flatten()[chosen])
+        logs = torch.zeros(own.shape, dtype=torch.float64).masked_scatter_(own, scores.log_probability)
+        likeliest = torch.ones_like(own).masked_scatter_(own, scores.likeliest)
+        if sharing:
+            logs, likeliest = (sharing.whole(t.to(device)).cpu() for t in (logs, likeliest))
         yield ScoredPiece(first, counted, logs, likeliest)

@@ -70,11 +70,11 @@ def test_decode_refuses_wrong_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Decoder.step
     monkeypatch.setattr(Decoder, "step", lambda self, tokens: original(self, tokens) + 1e-2)
     with pytest.raises(ValueError, match=r"decoded logits: .* away from float64"):
-        bench_decode(["gss-tiny"], CPU, contexts=(64,), repeats=1)
+        bench_decode(["gss-tiny"], [(1, 64)], CPU, repeats=1)
 
 
 def test_decode_measures_contexts_batches_and_peers() -> None:
-    rows = bench_decode(["gss-tiny", "transformer-tiny"], CPU, batches=(1, 2), contexts=(64, 100), repeats=1)
+    rows = bench_decode(["gss-tiny", "transformer-tiny"], [(1, 64), (1, 100), (2, 64)], CPU, repeats=1)
     named = {row.name: row for row in rows}
     assert {"decode gss-tiny, batch 1, context 100", "decode gss-tiny, batch 2, context 64"} <= named.keys()
     assert "decode gss-tiny, a token after 64 → 100" in named
@@ -128,5 +128,9 @@ def test_the_command_prints_a_table_last() -> None:
         "prefill gss-tiny, 2×8",
         "prefill gss-tiny, 2×24",
     ]
-    refused = CliRunner().invoke(app, ["bench", "layer", "--shape", "64"])
-    assert "'64' is not a shape" in str(refused.exception)
+    for words, reason in {
+        ("prefill", "--shape=64"): "'64' is not a shape",
+        ("data",): "nothing to measure named 'data'; choose from: train, prefill, decode",
+        ("train", "--piece=8"): "gss bench train has no option --piece",
+    }.items():
+        assert reason in str(CliRunner().invoke(app, ["bench", *words]).exception)

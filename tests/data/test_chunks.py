@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gss.data import chunks
-from gss.data.chunks import CHUNK, REACH, Chunk, Skip, chunk_count, cut_chunks, read_offset, stream_of
+from gss.data.chunks import CHUNK, REACH, Chunk, Skip, chunk_count, cut_chunks, read_offset
 
 
 def make(kind: str, size: int) -> bytes:
@@ -36,7 +36,7 @@ def test_any_range_of_chunks_read_alone_is_the_same(kind: str, size: int) -> Non
             found += list(cut_chunks(stream, first, last))
         assert found == whole
     # However the stream hands its bytes out.
-    odd = stream_of(data[i : i + 70_001] for i in range(0, len(data), 70_001))
+    odd = (data[i : i + 70_001] for i in range(0, len(data), 70_001))
     assert list(cut_chunks(odd)) == whole
 
 
@@ -45,7 +45,7 @@ def test_words_are_counted_as_in_the_whole_text(kind: str) -> None:
     data = make(kind, 4 * CHUNK)
     found = list(cut_chunks(io.BytesIO(data)))
     assert len(found) > 2
-    assert sum(chunk.words() for chunk in found) == len(data.decode().split())
+    assert sum(chunk.words(chunk.text()) for chunk in found) == len(data.decode().split())
     assert any(chunk.inside_word for chunk in found) == (kind == "solid")
 
 
@@ -56,8 +56,8 @@ def test_words_are_counted_as_in_the_whole_text(kind: str) -> None:
     )
 )
 def test_words_are_those_of_split(text: str) -> None:
-    assert Chunk(text.encode(), inside_word=False).words() == len(text.split())
-    assert Chunk(text.encode(), inside_word=True).words() == len(("x" + text).split()) - 1
+    assert Chunk(text.encode(), inside_word=False).words(text) == len(text.split())
+    assert Chunk(text.encode(), inside_word=True).words(text) == len(("x" + text).split()) - 1
 
 
 def test_cuts_fall_between_lines() -> None:

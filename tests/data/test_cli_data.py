@@ -1,11 +1,11 @@
 """The commands as a person runs them: what they print, their errors, their exit status."""
 
-import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from experiments.data_speed import bench_data
 from gss.cli import app
 
 runner = CliRunner()
@@ -73,22 +73,19 @@ def test_tokenizer_train_and_use(tmp_path: Path, texts: list[str]) -> None:
     assert "sentencepiece, 320 ids" in prepared.output
 
 
-def test_bench_data_measures_everything(tmp_path: Path) -> None:
-    arguments = ["bench", "data", "--tokenizer", "bytes", "--megabytes", "2", "--json"]
-    result = runner.invoke(app, [*arguments, "--repeats", "1", "--length", "64", "--batch-size", "2"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
-    named = {row["name"].split(",")[0] for row in rows}
+def test_measuring_the_data_pipeline_measures_everything() -> None:
+    rows = bench_data("bytes", megabytes=2, length=64, batch_size=2, repeats=1)
+    named = {row.name.split(",")[0] for row in rows}
     assert named == {"prepare", "the bare library's encode", "batching"}
-    assert all(row["value"] > 0 for row in rows)
-    assert all(row["ratio"] > 0 for row in rows if row["name"].startswith("prepare"))
+    assert all(row.value > 0 for row in rows)
+    assert all(row.ratio is not None and row.ratio > 0 for row in rows if row.name.startswith("prepare"))
 
 
 def test_every_option_has_help() -> None:
     import typer
 
     group = typer.main.get_command(app)
-    for path in (["prepare"], ["data"], ["tokenizer", "train"], ["bench", "data"]):
+    for path in (["prepare"], ["merge"], ["data"], ["tokenizer", "train"]):
         command = group
         for name in path:
             command = command.commands[name]  # type: ignore[attr-defined]

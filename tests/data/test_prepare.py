@@ -18,7 +18,7 @@ from data_corpora import contents, folder_bytes, make_text
 
 from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
-from gss.data.merge import SplitShares
+from gss.data.merge import check_shares
 from gss.data.parts import token_dtype
 from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
@@ -157,7 +157,7 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     with pytest.raises(ValueError, match="leave some for train"):
-        SplitShares(0.5, 0.5)
+        check_shares(0.5, 0.5)
 
 
 def test_damage_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_source_that_changed_is_read_again(corpus: Path, tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("gss.data.preparation._finish", stop)
+        patched.setattr("gss.data.preparation._merge", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare([str(corpus)], out, BYTES, valid=0, workers=1)
     first = corpus / "000.txt"
@@ -316,7 +316,18 @@ def test_forged_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
         forge(out, "train.documents", forged.tobytes(), copy.deepcopy(content))
         with pytest.raises(ValueError, match="does not fit its tokens"):
             open_dataset(out, verify=False)
+    for column in (1, 2):  # bytes and words, by which scores are divided
+        forged = index.copy()
+        forged[column, 5] = -1
+        forge(out, "train.documents", forged.tobytes(), copy.deepcopy(content))
+        with pytest.raises(ValueError, match="does not fit its tokens"):
+            open_dataset(out)
     forge(out, "train.documents", index.tobytes(), copy.deepcopy(content))
+    names = (out / "train.names").read_bytes()
+    forge(out, "train.names", names[: names.rindex(b"\n", 0, -1) + 1], copy.deepcopy(content))
+    with pytest.raises(ValueError, match="names 59 documents instead of 60"):  # not one document fewer in silence
+        list(open_dataset(out).documents())
+    forge(out, "train.names", names, copy.deepcopy(content))
     tokens = np.fromfile(out / "train.tokens", "<u2")
     tokens[100] = 300
     forge(out, "train.tokens", tokens.tobytes(), copy.deepcopy(content))
@@ -339,8 +350,9 @@ def test_a_corpus_that_shrinks_under_a_run_is_an_error(corpus: Path, tmp_path: P
     batches = Segments(open_dataset(tmp_path / "out"), length=64, batch_size=4)
     batches.batch(0)
     os.truncate(tmp_path / "out" / "train.tokens", 100)
-    with pytest.raises(ValueError, match="has become shorter while it was in use"):
-        batches.batch(1)
+    for read in (lambda: batches.batch(1), lambda: batches.dataset.document(3)):
+        with pytest.raises(ValueError, match="has become shorter while it was in use"):
+            read()
 
 
 @pytest.mark.parametrize("span_bytes", [1 << 24, CHUNK])

@@ -54,7 +54,7 @@ def kill_often(corpus: Path, tokenizer: Path, folder: Path, kills: int, seed: in
         process = subprocess.Popen(command, start_new_session=True)
         if seen["killed"] < kills:
             # Every other one when there is something to keep, however slow the machine is.
-            sign = "part-*[0-9]" if seen["killed"] % 2 else "plan"
+            sign = "share/part-*[0-9]" if seen["killed"] % 2 else "plan"
             while process.poll() is None and not any(work.glob(sign)):
                 time.sleep(0.002)
             time.sleep(chooser.uniform(0, duration))
@@ -64,7 +64,7 @@ def kill_often(corpus: Path, tokenizer: Path, folder: Path, kills: int, seed: in
             os.kill(process.pid, signal.SIGKILL)  # the parent alone: its workers must notice
             process.wait()
             seen["killed"] += 1
-            seen["kept parts"] += any(work.glob("part-*[0-9]"))
+            seen["kept parts"] += any(work.glob("share/part-*[0-9]"))
             wait_for_group_to_end(process.pid)
             assert not out.exists() or folder_bytes(out) == expected
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from data_corpora import contents
 
-from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
+from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest, sources
 
 BYTES = load_tokenizer("bytes")
 
@@ -51,24 +51,24 @@ def test_lm1b_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "splits"), [("pg19", ("train", "validation", "test")), ("lm1b", ("train", "test"))])
-def test_hub_tables_through_the_datasets_library(
+def test_tables_of_the_hub(
     tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str, splits: tuple[str, ...]
 ) -> None:
-    pytest.importorskip("datasets")
+    pytest.importorskip("huggingface_hub")
     import pyarrow.parquet
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub = tmp_path / "hub"
     hub.mkdir()
     for number, split in enumerate(splits):
         rows = texts[number * 10 : number * 10 + 10]
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), hub / f"{split}-00000-of-00001.parquet")
-    found = prepared(recipe, tmp_path / "out", hub_name=str(hub), span_bytes=3000)
+    monkeypatch.setitem(sources._HUB, recipe, f"file://{hub}")
+    found = prepared(recipe, tmp_path / "out", span_bytes=3000)
     assert list(found["train"].values()) == texts[:10]
     assert list(found["valid"].values()) == texts[10:20]
     with pytest.raises(ValueError, match="give a local copy with --from"):
-        prepared(recipe, tmp_path / "no", hub_name=str(tmp_path / "nowhere"))
+        prepared(recipe, tmp_path / "no", local="hf://datasets/no-such-user/nothing")
 
 
 def article(main: str, **files: str) -> dict[str, bytes]:
@@ -211,7 +211,7 @@ def test_stdlib(tmp_path: Path) -> None:
     assert manifest.splits["valid"]["documents"] >= 1
 
 
-def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path) -> None:
+def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "arxiv"
     root.mkdir()
     spaces = "\\documentclass{a}\n\\input{" + " " * 300_000 + "x\n" + "\\input" + " " * 300_000 + "\n"
@@ -225,11 +225,19 @@ def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path) -> None
         header.type, header.size = kind, 1 << 30
         bomb = header.tobuf(tarfile.USTAR_FORMAT) + bytes(1 << 20)
         (root / f"{name}.tar.gz").write_bytes(gzip.compress(bomb))
+    with tarfile.open(root / "crowd.tar.gz", "w:gz", compresslevel=1) as tar:
+        for number in range(300):
+            folder = tarfile.TarInfo(f"folder-{number}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+    monkeypatch.setattr("gss.data.latex._SMALLEST", 1 << 18)  # so that fewer entries are too many
     started = time.monotonic()
     found = prepared("arxiv", tmp_path / "out", local=str(root))
     assert time.monotonic() - started < 10
     assert [text for split in found.values() for text in split.values()] == [spaces]
-    assert read_manifest(tmp_path / "out").left_out["unreadable"]["documents"] == 3
+    left_out = read_manifest(tmp_path / "out").left_out
+    assert left_out["unreadable"]["documents"] == 3
+    assert left_out["row too long"]["first"] == ["crowd.tar.gz"]
 
 
 def test_names_of_included_files_may_be_quoted(tmp_path: Path) -> None:

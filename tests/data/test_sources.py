@@ -24,9 +24,9 @@ def compress(path: Path, data: bytes, ending: str) -> Path:
     elif ending == ".xz":
         target.write_bytes(lzma.compress(data))
     elif ending == ".zst":
-        import zstandard
+        import pyarrow
 
-        target.write_bytes(zstandard.ZstdCompressor().compress(data))
+        target.write_bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
     else:
         target.write_bytes(data)
     return target

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from experiments.layer import bench_layer
 from experiments.pypi_gss import paired_parameters, pypi_gss, pypi_part
-from gss.bench.layer import bench_layer
 from gss.config import ModelConfig, StateSpaceConfig
 from gss.nn.gss import GSSLayer
 from gss.presets import preset
@@ -45,14 +45,14 @@ def test_outputs_and_gradients(length: int, imaginary: str) -> None:
 
 
 def test_bench_refuses_to_report_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gss.bench.layer._difference", lambda ours, theirs: float("nan"))
+    monkeypatch.setattr("experiments.layer._difference", lambda ours, theirs: float("nan"))
     config, rivals = preset("gss-tiny", norm_epsilon=1e-5), {"pypi-gss": pypi_part}
     with pytest.raises(ValueError, match="differ by nan"):
         bench_layer(config, [(1, 64)], torch.device("cpu"), rivals=rivals, repeats=1)
 
 
 def test_bench_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gss.bench.layer.peak_bytes", lambda *arguments: 1 << 20)  # a process each
+    monkeypatch.setattr("experiments.layer.peak_bytes", lambda *arguments: 1 << 20)  # a process each
     sizes = {"width": 16, "gate_width": 32, "channels": 8, "state_space.modes": 8}
     config = preset("gss-tiny", norm_epsilon=1e-5, **sizes)
     rows = bench_layer(config, [(1, 64)], torch.device("cpu"), rivals={"pypi-gss": pypi_part}, repeats=1)

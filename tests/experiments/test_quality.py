@@ -21,7 +21,7 @@ def test_systems_are_paired_with_the_first(tmp_path: Path, capsys: pytest.Captur
     systems = [f"{name}{''.join(small)}" for name in ("llama-tiny", "gss2-tiny")]
     results = [quality.measure(system, str(tmp_path / "corpus"), tmp_path / "runs", TINY) for system in systems]
     out = tmp_path / "quality.json"
-    out.write_text(json.dumps(results))
+    out.write_text(json.dumps({"results": results}))
     quality.main([str(tmp_path / "corpus"), "--systems", ",".join(systems), "--out", str(out)])
     printed = capsys.readouterr().out
     assert [len(documents) for documents in results[0]["documents"].values()] == [4] * len(results[0]["documents"])

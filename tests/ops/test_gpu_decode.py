@@ -11,7 +11,7 @@ from gss.decode import GREEDY, Decoder, Sampling, decoder
 from gss.decode.sampler import Sampler, Settings
 from gss.ops import fast
 from tests.comparing import relative_error
-from tests.conftest import small_config
+from tests.conftest import ALL_FAMILIES, small_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -22,6 +22,13 @@ DEVICES = [
 ]
 # Chunks that end while a test reads.
 HYBRID: dict[str, object] = {"pattern": ("gss", "attention", "gss"), "depth": 3, "attention.chunk": 8}
+# Windows that are full while a test reads, and norms and rotations of queries and keys.
+KEYED: dict[str, object] = {
+    "pattern": ("gss2", "attention"), "depth": 2, "attention.chunk": None, "attention.sliding": 7,
+    "attention.qk_norm": True, "attention.head_width": 6, "positions": "rotary", "feedforward": "gated",
+    "norm": "rmsnorm", "bias": False, "activation": "swish",
+    "matrix_state": {"heads": 3, "value_width": 10}, "state_space.modes": 5,
+}  # fmt: skip
 # Sizes that no tile divides, and every choice that the kernels know: (batch, block, config).
 CASES = {
     "one": (1, 3, {}),
@@ -40,6 +47,9 @@ CASES = {
     ),
     "two, hybrid, wide": (2, 3, {**HYBRID, "attention.head_width": 160, "feedforward_width": 300}),
     "three, hybrid, rms, no bias": (3, 3, {**HYBRID, "norm": "rmsnorm", "bias": False, "activation": "relu"}),
+    "one, gss2 and hybrid": (1, 3, KEYED),
+    "three, gss2 and hybrid": (3, 4, {**KEYED, "attention.qk_norm": False}),
+    "two, gss2": (2, 3, {**KEYED, "pattern": ("gss2",), "depth": 1, "bias": True, "zero_outputs": False}),
     "three, attention last": (3, 4, {**HYBRID, "pattern": ("gss", "attention"), "depth": 2}),
 }
 
@@ -77,8 +87,8 @@ def check_states(found: gss.ModelState, expected: gss.ModelState, bound: float) 
     """Every layer's state, and nothing of a cache beyond what its row has read."""
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert layer.keys() == other.keys()
-        if "modes" in layer:
-            assert relative_error(layer["modes"], other["modes"]) <= bound
+        if "keys" not in layer:
+            assert all(relative_error(layer[name], other[name]) <= bound for name in layer)
             continue
         assert torch.equal(layer["length"], other["length"])
         for row, length in enumerate(layer["length"].tolist()):
@@ -91,7 +101,26 @@ def check_states(found: gss.ModelState, expected: gss.ModelState, bound: float) 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_and_states(cuda: ModuleType, case: str, device: str) -> None:
     batch, block, overrides = CASES[case]
-    model = model_of(device, **overrides)
+    # One sequence: float32 but for the weights. Several: activations in bfloat16, as under autocast.
+    compare_decoders(
+        cuda, model_of(device, **overrides), batch, block, 2e-6 if batch == 1 and "hybrid" not in case else 2e-2
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_by_its_own_kernels_or_not_at_all(cuda: ModuleType, family: str, device: str) -> None:
+    model = gss.build_model(small_config(family)).to(device)
+    if all(layer.gpu_plan(3) for layer in model.sequence_layers()):
+        compare_decoders(cuda, model, 2, 3, 2e-2)
+    else:
+        with pytest.raises(ValueError, match="picks what fits"):
+            cuda.GraphDecoder(model, model.initial_state(1))
+
+
+def compare_decoders(cuda: ModuleType, model: gss.LanguageModel, batch: int, block: int, bound: float) -> None:
+    """Steps and states of the kernels' decoder and of the plain one."""
+    device = model.embedding.weight.device.type
     tokens, state = started(model, batch)
     untouched = state.map(torch.clone)
     fast_steps, plain = cuda.GraphDecoder(model, state, block), Decoder(model, state, block)
@@ -99,8 +128,6 @@ def test_steps_and_states(cuda: ModuleType, case: str, device: str) -> None:
     logits, expected = (
         torch.stack([steps.step(tokens[:, i]) for i in range(count)], dim=1) for steps in (fast_steps, plain)
     )
-    # One sequence: float32 but for the weights. Several: activations in bfloat16, as under autocast.
-    bound = 2e-6 if batch == 1 and "hybrid" not in case else 2e-2
     assert relative_error(logits, expected) < bound
     after, plain_after = fast_steps.state(), plain.state()
     assert torch.equal(after.position, plain_after.position)

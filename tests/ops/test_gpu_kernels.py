@@ -95,7 +95,7 @@ def test_rows_next_to_zero(scale: float) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("activation", gate.ACTIVATIONS)
 def test_gate(activation: str, biased: bool) -> None:
     tokens, wide, narrow, width = 150, 136, 24, 40
     half = torch.float16

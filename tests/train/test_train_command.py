@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,12 @@ def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path)
 
 
 def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) -> None:
-    """Elastic: one of two processes is killed, torchrun starts both anew, and they go on from the newest checkpoint."""
+    """Elastic: one of two processes, which share every row, is killed; torchrun starts both anew, and they go on from
+    the newest checkpoint.
+    """
     straight = run(small_config(steps=120), corpus, tmp_path / "straight")
     out = tmp_path / "run"
-    arguments = _arguments(corpus, out, steps=120, checkpoint__every=5)
+    arguments = _arguments(corpus, out, steps=120, checkpoint__every=5, parallel__context=2)
     process = command(*arguments, processes=2, restarts=1)
     while not (out / "checkpoints" / "step-00000010").exists() and process.poll() is None:
         time.sleep(0.01)
@@ -111,16 +114,15 @@ def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) ->
     assert losses(out)[:10] == pytest.approx(straight[:10], abs=1e-4)
 
 
-def test_errors_are_one_line(corpus: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(corpus: Path, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]) -> None:
     cases = [
         ["train", "--preset", "gss-tiny", "--data", tmp_path / "none", "--out", tmp_path / "run"],
         ["train", "--preset", "nope", "--data", corpus, "--out", tmp_path / "run"],
         [*_arguments(corpus, tmp_path / "run"), "--set", "device=cuda"],
     ]
     for arguments, word in zip(cases, ("not a prepared corpus", "no preset 'nope'", "torch sees no GPU"), strict=True):
-        process = command(*arguments)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 1
+        status, _, errors = command_line(*arguments)
+        assert status == 1
         assert errors.startswith("error: ")
         assert word in errors
         assert errors.count("\n") == 1

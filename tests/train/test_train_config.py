@@ -8,7 +8,7 @@ from train_runs import SMALL_MODEL, run
 from gss.config import from_mapping, to_mapping
 from gss.presets import PRESETS, preset
 from gss.recipes import recipe_names
-from gss.training import TrainConfig, resolve
+from gss.training import ParallelConfig, TrainConfig, resolve
 from gss.training.config import differences
 
 # The paper's tables 1 and 2, as far as their models are presets: (file, preset) → rows × length.
@@ -102,6 +102,14 @@ def test_what_overrides_what(tmp_path: Path) -> None:
     assert resolve("gss-tiny", None, ["model.vocab_size=512"], 300).model.vocab_size == 512
 
 
+def test_the_strategy_is_set_by_its_group_alone() -> None:
+    """As it was when it was the only setting, and in runs from then."""
+    config = resolve("gss-tiny", None, ["parallel=fsdp2", "parallel.context=2"])
+    assert config.parallel == ParallelConfig(strategy="fsdp2", context=2)
+    assert from_mapping(TrainConfig, {"parallel": "fsdp2"}).parallel == ParallelConfig(strategy="fsdp2")
+    assert differences({**to_mapping(config), "parallel": "ddp"}, config) == {}
+
+
 def test_goes_out_and_comes_back() -> None:
     config = resolve("gss-hybrid-tiny", None, ["steps=5", "report.evaluate_lengths=[64, 128]"])
     assert from_mapping(TrainConfig, to_mapping(config)) == config
@@ -118,7 +126,10 @@ def test_goes_out_and_comes_back() -> None:
         (["length=100", "batch_tokens=200", "micro_batch_tokens=50"], "micro_batch_tokens"),
         (["steps=0"], "steps must be at least 1"),
         (["batching=rows"], "batching cannot be 'rows'; choose from: segments, lanes, packed"),
-        (["parallel=fsdp"], "choose from: ddp, fsdp2"),
+        (["parallel=fsdp"], "parallel.strategy cannot be 'fsdp'; choose from: ddp, fsdp2"),
+        (["parallel.context=0"], "parallel.context must be at least 1"),
+        (["parallel.context=3"], r"length \(4096\) must be a multiple of parallel.context \(3\)"),
+        (["parallel.context=4", "piece_tokens=90"], r"piece_tokens \(90\) must be a multiple of parallel.context"),
         (["precision=fp8"], "choose from: auto, fp32, bf16"),
         (["optimizer.name=sgd"], "choose from: adamw, adafactor"),
         (["optimizer.schedule=linear"], "optimizer.schedule cannot be 'linear'; choose from: cosine, inverse_sqrt"),

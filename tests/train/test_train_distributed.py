@@ -152,11 +152,14 @@ def test_state_space_parameters_stay_fp32_and_real_under_fsdp2(found: tuple[Path
     assert found[1]["kinds"] == ["gathered torch.float32", "gradient torch.float32", "shard torch.float32"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) -> None:
-    """Two processes from the command line, evaluation and sample included; then gone on with by one."""
+@pytest.mark.parametrize("parallel", [{"parallel__context": 2}, {"parallel": "fsdp2"}], ids=["context", "fsdp2"])
+def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Two processes from the command line, evaluation and sample included; then gone on with by one.
+
+    They have rows of their own, or a stretch of every row each.
+    """
     reports = {"report__evaluate_every": 6, "report__sample_every": 6, "report__sample_tokens": 5}
-    small = assignments(parallel=parallel, model__attention__chunk=16, **reports)
+    small = assignments(**parallel, model__attention__chunk=16, **reports)
     settings = [f"--set={setting}" for setting in small]
     arguments = ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", tmp_path / "run", *settings]
     process = command(*arguments, processes=2)
@@ -170,7 +173,7 @@ def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: str) 
     samples = [(tmp_path / "run" / "samples" / f"step-{step:08d}.txt").read_bytes() for step in (6, 12)]
     for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[1:]:
         os.rename(path, tmp_path / path.name)
-    process = command(*arguments)
+    process = command(*arguments, "--set=parallel.context=1")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "resuming from step 4 of 12" in output

@@ -7,7 +7,7 @@ import torch
 from train_runs import FAMILIES, small_config
 
 from gss.model import build_model
-from gss.training.config import OptimizerConfig
+from gss.training.config import OptimizerConfig, resolve
 from gss.training.optim import (
     build_optimizer,
     clip_gradients,
@@ -15,7 +15,7 @@ from gss.training.optim import (
     parameter_groups,
     set_learning_rates,
 )
-from gss.training.schedule import learning_rate
+from gss.training.schedule import SCHEDULES, learning_rate
 
 STATE_SPACE_NAMES = ("log_decay", "frequency", "readout", "skip", "log_step")
 
@@ -65,6 +65,16 @@ def test_schedule_is_linear_then_cosine() -> None:
     assert rates[12] == pytest.approx(0.1)
     assert learning_rate(config, 1000, 13) == pytest.approx(0.1)
     assert learning_rate(OptimizerConfig(warmup_steps=0), 0, 1) == OptimizerConfig().learning_rate
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_warms_up_and_stays_between_its_rates(schedule: str) -> None:
+    config = resolve("gss-tiny", None, [f"optimizer.schedule={schedule}", "optimizer.warmup_steps=4"]).optimizer
+    rates = [learning_rate(config, step, 400) for step in range(500)]
+    assert rates[:4] == pytest.approx([config.learning_rate * share for share in (0.25, 0.5, 0.75, 1.0)])
+    assert max(rates) <= config.learning_rate
+    assert min(rates[4:]) >= config.final_learning_rate * (1 - 1e-9)
+    assert rates[399] < config.learning_rate
 
 
 @pytest.mark.parametrize("scale", [0.01, 10.0])

@@ -112,6 +112,23 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path)
         run(small_config(steps=16, model__vocab_size=300), corpus, tmp_path / "run")
 
 
+def test_another_optimizer_starts_afresh(corpus: Path, tmp_path: Path) -> None:
+    run(small_config(steps=2), corpus, tmp_path / "run")
+    other = small_config(steps=4, optimizer__name="muon")
+    assert len(run(other, corpus, tmp_path / "run", allow=["steps", "optimizer.name"])) == 4
+
+
+@pytest.mark.parametrize("trainer", ["{}", '{"config": [], "data": {}, "optimizer": {}}', '{"imported": true}'])
+def test_a_checkpoint_without_training_is_refused(corpus: Path, tmp_path: Path, trainer: str) -> None:
+    config = small_config(steps=1)
+    run(config, corpus, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    tensors = checkpoint.load(folder / "step-00000001").tensors
+    checkpoint.save(folder, 1, tensors, json.loads(trainer))
+    with pytest.raises(ValueError, match="holds no training that could be resumed"):
+        train(config, corpus, tmp_path / "run", quiet=True)
+
+
 def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
     run(small_config(), corpus, tmp_path / "run")
     settings = {

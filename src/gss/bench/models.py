@@ -8,6 +8,7 @@ not those of plain arithmetic nothing is reported.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +16,11 @@ from torch import Tensor
 from gss.accounting import account, flops_per_token
 from gss.bench.check import Errors, autocast, check_decoding, check_training, limited, plain_loss, relative_error
 from gss.bench.measure import intervals, median_seconds, release
-from gss.bench.results import Measurement, compared
+from gss.bench.results import Measurement, Report, compared
 from gss.data import Batch
 from gss.decode import BLOCK, decoder
 from gss.generate import read
 from gss.model import LanguageModel, build_model
-from gss.nn.state import ModelState
 from gss.ops import fast
 from gss.presets import PRESETS, preset
 from gss.training.config import TrainConfig
@@ -28,7 +28,6 @@ from gss.training.distributed import World
 from gss.training.step import Stepper
 
 _SIZES = ("-tiny", "-small", "-lm1b")
-Report = Callable[[str], None]
 
 
 def presets_of(model: str, peers: Sequence[str]) -> list[str]:
@@ -75,7 +74,6 @@ def bench_train(
     models: Sequence[str],
     shapes: Sequence[tuple[int, int]],
     device: torch.device,
-    *,
     matmul_rate: float | None = None,
     compiled: bool = False,
     repeats: int = 10,
@@ -86,15 +84,14 @@ def bench_train(
     errors = check_training(preset(models[0]), device, min(length for _, length in shapes))
     rows = [error.row(f"error of the {what}", f"{models[0]}, a small batch") for what, error in errors.items()]
     vocab_size = preset(models[0]).vocab_size
-    for batch, length in shapes:
-        where = f"{batch}×{length}"
 
-        def measure(name: str, batch: int = batch, length: int = length, where: str = where) -> list[Measurement]:
-            report(f"training {name}, {where}")
-            speed = measure_training(name, batch, length, device, compiled, repeats, vocab_size)
-            return speed.rows(name, where, matmul_rate)
+    def measure(where: str, batch: int, length: int, name: str) -> list[Measurement]:
+        speed = measure_training(name, batch, length, device, compiled, repeats, vocab_size)
+        return speed.rows(name, where, matmul_rate)
 
-        rows += compared(models, f"training {{}}, {where}", measure)
+    for shape in shapes:
+        where = "×".join(map(str, shape))
+        rows += compared(models, "training", where, partial(measure, where, *shape), report)
     return rows
 
 
@@ -139,7 +136,6 @@ def bench_prefill(
     models: Sequence[str],
     shapes: Sequence[tuple[int, int]],
     device: torch.device,
-    *,
     pieces: Sequence[int] = (),
     compiled: bool = False,
     repeats: int = 10,
@@ -147,19 +143,16 @@ def bench_prefill(
 ) -> list[Measurement]:
     """Rows for each preset at each (batch, length), read in pieces of each size (default: whole)."""
     rows: list[Measurement] = []
+
+    def measure(where: str, batch: int, length: int, piece: int, name: str) -> list[Measurement]:
+        speed, error = measure_prefill(name, batch, length, piece, device, compiled, repeats)
+        what = f"prefill {name}, {where}"
+        return [Measurement(what, speed, "tokens/s"), error.row(f"error of {what}", "last logits")]
+
     for batch, length in shapes:
         for piece in dict.fromkeys(min(piece, length) for piece in pieces or (length,)):
             where = f"{batch}×{length}" + (f" in pieces of {piece:,}" if piece < length else "")
-
-            def measure(
-                name: str, batch: int = batch, length: int = length, piece: int = piece, where: str = where
-            ) -> list[Measurement]:
-                report(f"prefill {name}, {where}")
-                speed, error = measure_prefill(name, batch, length, piece, device, compiled, repeats)
-                what = f"prefill {name}, {where}"
-                return [Measurement(what, speed, "tokens/s"), error.row(f"error of {what}", "last logits")]
-
-            rows += compared(models, f"prefill {{}}, {where}", measure)
+            rows += compared(models, "prefill", where, partial(measure, where, batch, length, piece), report)
     return rows
 
 
@@ -193,16 +186,12 @@ def measure_prefill(
 @torch.no_grad()
 def bench_decode(
     models: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
     device: torch.device,
-    *,
-    batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (1024, 4096, 16_384, 65_536),
     repeats: int = 5,
     report: Report = lambda text: None,
 ) -> list[Measurement]:
-    """Rows for each preset after every context at batch 1, and at the other batches after the shortest context."""
-    asked = sorted(set(contexts))
-    plan = [(1, context) for context in asked] + [(batch, asked[0]) for batch in batches if batch != 1]
+    """Rows for each preset at each (batch, context); and how much longer a token takes after the slowest context."""
     rows: list[Measurement] = []
     speeds: dict[str, dict[tuple[int, int], float]] = {}
     for name in models:
@@ -211,38 +200,31 @@ def bench_decode(
         subject = build_model(preset(name)).to(device).eval()
         rows.append(check_decoding(subject).row(f"error of decode {name}", "logits"))
         report(f"{name} reads and decodes")
-        rounds = {key: decoding_round(subject, prefilled(subject, *key)) for key in plan}
-        seconds = median_seconds({key: run for key, (run, _) in rounds.items()}, repeats)  # all in turns
-        speeds[name] = {(b, c): b * rounds[b, c][1] / taken for (b, c), taken in seconds.items()}
+        rounds = {shape: decoding_round(subject, *shape) for shape in shapes}
+        seconds = median_seconds({shape: run for shape, (run, _) in rounds.items()}, repeats)  # all in turns
+        speeds[name] = {shape: shape[0] * rounds[shape][1] / taken for shape, taken in seconds.items()}
         del rounds, subject
         release(device)
-    for batch, context in plan:
+    for batch, context in shapes:
         where = f"batch {batch}, context {context:,}"
         values = [Measurement(f"decode {name}, {where}", speeds[name][batch, context], "tokens/s") for name in models]
         rows += [values[0], *(value.beside(models[0], values[0].value) for value in values[1:])]
-    if len(asked) > 1:
-        alone = [speeds[models[0]][1, context] for context in asked]
-        name = f"decode {models[0]}, a token after {asked[0]:,} → {asked[-1]:,}"
-        note = "the slowest context over the fastest"
-        rows.append(Measurement(name, max(alone) / min(alone), "× as long", 1.05, note=note))
+    alone = {context: speed for (batch, context), speed in sorted(speeds[models[0]].items()) if batch == 1}
+    if len(alone) > 1:
+        name = f"decode {models[0]}, a token after {min(alone):,} → {max(alone):,}"
+        ratio = max(alone.values()) / min(alone.values())
+        rows.append(Measurement(name, ratio, "× as long", 1.05, note="the slowest context over the fastest"))
     return rows
 
 
-def prefilled(model: LanguageModel, batch: int, context: int) -> ModelState:
-    """The state after random tokens."""
+def decoding_round(model: LanguageModel, batch: int, context: int) -> tuple[Callable[[], None], int]:
+    """What decodes some tokens of each row greedily after random ones and waits for them, and how many. Whole blocks,
+    so that folding them into the state is in the time; several where a graph makes them short."""
     device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    token = torch.zeros(batch, dtype=torch.int64, device=device)
     with autocast(device):
-        return read(model, tokens)[1]
-
-
-def decoding_round(model: LanguageModel, state: ModelState) -> tuple[Callable[[], None], int]:
-    """What decodes some tokens of each row greedily and waits for them, and how many. Whole blocks, so that folding
-    them into the state is in the time; several where a graph makes them short."""
-    device = model.device
-    token = torch.zeros(state.batch, dtype=torch.int64, device=device)
-    with autocast(device):
-        going_on = decoder(model, state)
+        going_on = decoder(model, read(model, tokens)[1])
     count = BLOCK * going_on.stride
 
     def run() -> None:

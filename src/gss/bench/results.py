@@ -1,7 +1,4 @@
-"""What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table.
-
-Imports torch only where it is asked for: the data pipeline's memory is measured with this module loaded.
-"""
+"""What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table."""
 
 import math
 import os
@@ -14,14 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long", "nats"})
 """Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
 
+Report = Callable[[str], None]
+"""Told what is being measured."""
 _PACKAGES = ("gss-lm", "torch", "triton", "transformers", "gated-state-spaces-pytorch", "flash-linear-attention")
 
 
@@ -68,19 +66,23 @@ def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Mea
     return Measurement(name, None, unit, goal, note=reason)
 
 
-def compared(names: Sequence[str], title: str, measure: Callable[[str], list[Measurement]]) -> list[Measurement]:
+def compared(
+    names: Sequence[str], what: str, where: str, measure: Callable[[str], list[Measurement]], report: Report
+) -> list[Measurement]:
     """The rows that each of these models has; the first row of each is its speed, set beside the first model's.
 
-    One after the first that fails has no figure, and its row says why. `title` has {} where the name goes.
+    One after the first that fails has no figure, and its row says why.
     """
     rows: list[Measurement] = []
     for name in names:
+        title = f"{what} {name}, {where}"
+        report(title)
         try:
             speed, *others = measure(name)
         except Exception as error:
             if not rows:
                 raise
-            rows.append(missing(title.format(name), "tokens/s", reason(error)))
+            rows.append(missing(title, "tokens/s", reason(error)))
             continue
         rows += [speed.beside(names[0], rows[0].value) if rows else speed, *others]
     return rows
@@ -94,7 +96,7 @@ def reason(error: BaseException) -> str:
 
 def document(
     rows: Iterable[Measurement],
-    device: "torch.device",
+    device: torch.device,
     ceilings: Mapping[str, float] | None = None,
     commit: str | None = None,
 ) -> dict[str, Any]:
@@ -118,10 +120,8 @@ def command_line() -> str:
     return shlex.join([*start, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
-def hardware(device: "torch.device") -> str:
+def hardware(device: torch.device) -> str:
     """The GPU's name, or the processor's and the threads used."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()

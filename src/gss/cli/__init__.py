@@ -46,11 +46,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "presets": models.presets,
     "params": models.params,
     "prepare": data.prepare_command,
+    "merge": data.merge_command,
     "data": data.data_command,
     "eval": use.evaluate_command,
     "generate": use.generate_command,
     "serve": serve.serve_command,
     "train": train.train_command,
+    "bench": bench.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,
     "quantize": exchange.quantize_command,
@@ -61,7 +63,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for name, command in COMMANDS.items():
     app.command(name)(command)
 app.add_typer(data.tokenizer_app, name="tokenizer")
-app.add_typer(bench.bench, name="bench")
 app.add_typer(probe.probe, name="probe")
 
 

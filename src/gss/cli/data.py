@@ -1,4 +1,4 @@
-"""Commands on corpora: prepare, data, tokenizer."""
+"""Commands on corpora: prepare, merge, data, tokenizer."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,22 +13,18 @@ tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help="Files or folders of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst), or one recipe: "
-        "stdlib, pg19, lm1b, arxiv, github."
+        help="Files or folders of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst), their URLs (s3://, gs://, https://, "
+        "hf://datasets/…), or one recipe: stdlib, pg19, lm1b, arxiv, github."
     ),
 ]
 Local = Annotated[
-    Path | None,
-    typer.Option("--from", help="A recipe's local copy. Without it, pg19 and lm1b come from the hub."),
+    str | None,
+    typer.Option("--from", help="A recipe's copy: a folder, or a URL. Without it, pg19 and lm1b come from the hub."),
 ]
 Suffix = Annotated[
     list[str] | None, typer.Option("--suffix", help="Another ending of plain text files, such as .tex; repeatable.")
 ]
 Field = Annotated[str, typer.Option("--field", help="The field or column of rows that holds the text.")]
-HubName = Annotated[
-    str | None, typer.Option("--hub-name", help="Another data set for pg19 or lm1b: a hub name or a local folder.")
-]
-HubRevision = Annotated[str | None, typer.Option("--hub-revision", help="The revision of the hub data set.")]
 
 
 @tokenizer_app.callback()
@@ -62,8 +58,12 @@ def prepare_command(
     ] = 0.0,
     suffix: Suffix = None,
     field: Field = "text",
-    hub_name: HubName = None,
-    hub_revision: HubRevision = None,
+    part: Annotated[
+        str,
+        typer.Option(
+            "--part", metavar="I/N", help="Do the I-th of N parts of the work, one on each machine; then use gss merge."
+        ),
+    ] = "1/1",
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", min=1, help="Number of processes. Default: one per core.")
     ] = None,
@@ -74,8 +74,11 @@ def prepare_command(
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
-    options = _source_options(local, suffix, field, hub_name, hub_revision, splits)
+    options = _source_options(local, suffix, field, splits)
     vocabulary = load_tokenizer(tokenizer, eos)
+    number, _, machines = part.partition("/")
+    if not (number.isdecimal() and machines.isdecimal()):
+        raise ValueError(f"--part is one number of another, such as 2/3, not {part!r}")
     with share_bar("tokenizing") as show:
         manifest = prepare(
             source,
@@ -84,17 +87,36 @@ def prepare_command(
             options=options,
             valid=valid,
             test=test,
+            share=(int(number), int(machines)),
             workers=workers,
             force=force,
             progress=lambda done, total: show("tokenizing", done / total if total else 1.0),
         )
-    _print_counts(manifest)
-    _print_vocabulary(manifest)
-    _print_left_out(manifest)
-    unread = unread_endings(source, options.suffixes)
+    unread = unread_endings(source, options)
     if unread:
         endings = ", ".join(f"{count:,} {ending}" for ending, count in list(unread.items())[:5])
         print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix ENDING")
+    if int(machines) > 1:
+        print(f"prepared part {part} in {out}; when all {machines} are done: gss merge PART... --out DIR")
+    else:
+        _print_prepared(manifest, out)
+
+
+def merge_command(
+    part: Annotated[
+        list[str], typer.Argument(help="The folders that gss prepare --part made, or their URLs, in any order.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is already in OUT.")] = False,
+) -> None:
+    """Make one corpus of parts that several machines prepared: the same, byte for byte, that one machine makes."""
+    from gss.data import merge_shares
+
+    _print_prepared(merge_shares(part, out, force=force), out)
+
+
+def _print_prepared(manifest: "Manifest", out: Path) -> None:
+    _print_facts(manifest)
     if "train" not in manifest.splits:
         print("note: every document is held out and none is left to train on; lower --valid and --test")
     elif "valid" not in manifest.splits:
@@ -111,9 +133,7 @@ def data_command(
 
     manifest = read_manifest(folder)
     splits = [open_dataset(folder, split) for split in manifest.splits]
-    _print_counts(manifest)
-    _print_vocabulary(manifest)
-    _print_left_out(manifest)
+    _print_facts(manifest)
     for split in splits:
         _print_lengths(split)
     _print_sample(splits[0], sample)
@@ -135,8 +155,6 @@ def train_command(
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
-    hub_name: HubName = None,
-    hub_revision: HubRevision = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Number of threads. Default: all cores.")
     ] = None,
@@ -146,7 +164,7 @@ def train_command(
     from gss.cli.progress import share_bar
     from gss.data.tokenizer_training import train_tokenizer
 
-    options = _source_options(local, suffix, field, hub_name, hub_revision, "auto")
+    options = _source_options(local, suffix, field, "auto")
     with share_bar("reading") as show:
         trained = train_tokenizer(
             source,
@@ -164,27 +182,15 @@ def train_command(
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
 
 
-def _source_options(
-    local: Path | None,
-    suffix: list[str] | None,
-    field: str,
-    hub_name: str | None,
-    hub_revision: str | None,
-    splits: str,
-) -> "SourceOptions":
+def _source_options(local: str | None, suffix: list[str] | None, field: str, splits: str) -> "SourceOptions":
     from gss.data import SourceOptions
 
-    return SourceOptions(
-        local=str(local) if local else None,
-        suffixes=tuple(ending if ending.startswith(".") else f".{ending}" for ending in suffix or ()),
-        field=field,
-        splits=splits,
-        hub_name=hub_name,
-        hub_revision=hub_revision,
-    )
+    endings = tuple(ending if ending.startswith(".") else f".{ending}" for ending in suffix or ())
+    return SourceOptions(local=local, suffixes=endings, field=field, splits=splits)
 
 
-def _print_counts(manifest: "Manifest") -> None:
+def _print_facts(manifest: "Manifest") -> None:
+    """Counts, the vocabulary, and what was left out."""
     from rich.console import Console
     from rich.table import Table
 
@@ -206,18 +212,12 @@ def _print_counts(manifest: "Manifest") -> None:
     if not console.is_terminal:
         console.width = 140
     console.print(table)
-
-
-def _print_vocabulary(manifest: "Manifest") -> None:
     facts = manifest.tokenizer
     print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}", end="")
     if not facts["losses"]:
         print("; lossless: every text comes back as it was")
     else:
         print(f"; LOSSY: it changes or drops {', '.join(facts['losses'])}, so text does not come back as it was")
-
-
-def _print_left_out(manifest: "Manifest") -> None:
     for reason, entry in manifest.left_out.items():
         first = ", ".join(entry["first"][:3])
         more = ", ..." if entry["documents"] > 3 else ""

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,8 +93,22 @@ def context(
     if as_json:
         print(json.dumps(kept, indent=2))
         return
-    console = Console()
-    console.print(_position_table(results), _context_table(results))
+    console, first = Console(), next(iter(results.values()))
+    positions = {name: {row.start: f"{row.loss:.4f}" for row in result.by_position} for name, result in results.items()}
+    title = "Loss by position, the state carried (nats per token)"
+    console.print(_table(title, "positions", positions, lambda start: f"{start:,} – {max(1, 2 * start) - 1:,}"))
+    columns: dict[str, dict[int, str]] = {}
+    for name, result in results.items():
+        columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
+        columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
+        columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
+    title = f"Loss of the same {first.tokens:,} tokens of {first.documents} documents by the true tokens before them"
+    table = _table(title, "true tokens", columns)
+    table.caption = (
+        "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
+        "standard error of the difference between replaced and its last row, over documents."
+    )
+    console.print(table)
     for name, result in results.items():
         console.print(f"{name}: {_effective(result)}", markup=False, highlight=False)
 
@@ -148,56 +163,35 @@ def tasks(
         print(json.dumps(finite({"preset": preset, **asdict(result), "model": to_mapping(config)}), indent=2))
         return
     about = f"{preset} on {task}: {result.items} items, {steps:,} steps at length {length:,}, loss {result.loss:.3f}"
-    table = _table(about, "length", "sequences", "accuracy", "±", "all right")
-    for row in result.accuracy:
-        error = "–" if math.isnan(row.standard_error) else f"{row.standard_error:.1%}"
-        table.add_row(f"{row.length:,}", f"{row.sequences}", f"{row.accuracy:.1%}", error, f"{row.solved:.1%}")
-    Console().print(table)
+    columns = {
+        "sequences": {row.length: f"{row.sequences}" for row in result.accuracy},
+        "accuracy": {row.length: f"{row.accuracy:.1%}" for row in result.accuracy},
+        "±": {row.length: _number(row.standard_error, ".1%") for row in result.accuracy},
+        "all right": {row.length: f"{row.solved:.1%}" for row in result.accuracy},
+    }
+    Console().print(_table(about, "length", columns))
 
 
-def _table(title: str, *columns: str) -> "Table":
+def _table(
+    title: str,
+    rows: str,
+    columns: Mapping[str, Mapping[int, str]],
+    name: Callable[[int], str] = lambda number: f"{number:,}",
+) -> "Table":
+    """Columns by their heads, of cells by the number of the row; `rows` says what the numbers are."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(title))
-    for column in columns:
-        table.add_column(escape(column), justify="right")
+    for head in (rows, *columns):
+        table.add_column(escape(head), justify="right")
+    for number in sorted({number for column in columns.values() for number in column}):
+        table.add_row(name(number), *(column.get(number, "") for column in columns.values()))
     return table
 
 
-def _position_table(results: "dict[str, ContextProbe]") -> "Table":
-    """Loss by position in whole documents, a column per run."""
-    table = _table("Loss by position, the state carried (nats per token)", "positions", *results)
-    found = [{row.start: row for row in result.by_position} for result in results.values()]
-    for start in sorted({start for rows in found for start in rows}):
-        table.add_row(f"{start:,} – {max(1, 2 * start) - 1:,}", *(_cell(rows.get(start)) for rows in found))
-    return table
-
-
-def _context_table(results: "dict[str, ContextProbe]") -> "Table":
-    """Loss by true context, both ways, two columns and an error per run."""
-    first = next(iter(results.values()))
-    columns = [f"{name}{what}" for name in results for what in ("", " replaced", " ±")]
-    title = f"Loss of the same {first.tokens:,} tokens of {first.documents} documents by the true tokens before them"
-    table = _table(title, "true tokens", *columns)
-    found = [
-        {row.context: row for row in way} for result in results.values() for way in (result.fresh, result.replaced)
-    ]
-    for context_ in sorted({key for rows in found for key in rows}):
-        cells = []
-        for fresh, replaced in zip(found[::2], found[1::2], strict=True):
-            error = replaced[context_].excess_error if context_ in replaced else math.nan
-            cells += [_cell(fresh.get(context_)), _cell(replaced.get(context_)), f"{error:.4f}"]
-        table.add_row(f"{context_:,}", *("" if cell == "nan" else cell for cell in cells))
-    table.caption = (
-        "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
-        "standard error of the difference between replaced and its last row, over documents."
-    )
-    return table
-
-
-def _cell(row: Any) -> str:
-    return f"{row.loss:.4f}" if row else ""
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else f"{value:{form}}"
 
 
 def _effective(result: "ContextProbe") -> str:

@@ -44,22 +44,25 @@ def evaluate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Also write the rows to a CSV file.")] = None,
 ) -> None:
-    """Score held-out documents at several sequence lengths, with the same target tokens at each."""
+    """Score held-out documents at several sequence lengths, with the same target tokens at each.
+
+    Under torchrun, sequences longer than a piece are shared among the processes.
+    """
     from rich.console import Console
 
     from gss.box import NAME
     from gss.cli.progress import share_bar
     from gss.data import open_dataset
     from gss.evaluation import evaluate
-    from gss.io.devices import pick_device
     from gss.io.files import finite
     from gss.lm import load
     from gss.paper import PERPLEXITY
+    from gss.training.distributed import joined
 
     wanted: list[int | None] = [*whole_numbers(lengths)]
-    lm, name = load(run, step=step, device=pick_device(device)), str(run or NAME)
     dataset = open_dataset(data, split)
-    with share_bar("scoring") as show:
+    with joined(device) as world, share_bar("scoring") as show:
+        lm, name = load(run, step=step, device=world.device), str(run or NAME)
         result = evaluate(
             lm,
             dataset,
@@ -68,8 +71,11 @@ def evaluate_command(
             piece=piece,
             batch_tokens=batch_tokens,
             precision=precision,
+            context=world.context(world.size),
             report=lambda done, total: show("scoring", done / total),
         )
+    if not world.leads:
+        return
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
     if csv_file:
         with csv_file.open("w", newline="", encoding="utf-8") as file:

@@ -5,7 +5,7 @@ text -> sources -> formats -> chunks -> tokenizer -> parts -> merge -> shards ->
 
 from gss.data.batches import Batch, Batches, Lanes, Packed, Segments, as_tensors
 from gss.data.prefetch import Prefetch
-from gss.data.preparation import prepare, usable_cores
+from gss.data.preparation import merge_shares, prepare, usable_cores
 from gss.data.shards import Dataset, Document, Manifest, dataset_from_arrays, open_dataset, read_manifest
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
@@ -25,6 +25,7 @@ __all__ = [
     "as_tensors",
     "dataset_from_arrays",
     "load_tokenizer",
+    "merge_shares",
     "open_dataset",
     "prepare",
     "read_manifest",

@@ -9,8 +9,10 @@ inputs are targets shifted by one everywhere. B batch, L length.
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -73,35 +75,28 @@ class Batches:
         share = self.batch_size // world
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         begins, ends, fresh = self._ranges(epoch, step_in_epoch, np.arange(rank * share, (rank + 1) * share))
-        batch = self._copy(begins, ends, fresh, step, epoch)
-        self._mark_inner_starts(batch, begins, ends)
-        return batch
-
-    def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
-        """For each row the tokens [begin, end) that are its targets, and whether it starts fresh."""
-        raise NotImplementedError
-
-    def _mark_inner_starts(self, batch: Batch[npt.NDArray[Any]], begins: Numbers, ends: Numbers) -> None:
-        """Documents that start after a row's first position; only packed rows have any."""
-
-    def _copy(
-        self, begins: Numbers, ends: Numbers, fresh: npt.NDArray[np.bool_], step: int, epoch: int
-    ) -> Batch[npt.NDArray[Any]]:
-        shape = (len(begins), self.length)
-        stream, eos = self.dataset.tokens, self.dataset.eos_id
+        stream, eos, shape = self.dataset.tokens, self.dataset.eos_id, (share, self.length)
         tokens, targets = np.full(shape, eos, np.int64), np.full(shape, eos, np.int64)
-        for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        starts = np.zeros(shape, bool)
+        starts[:, 0] = fresh
+        inner = np.searchsorted(self.dataset.ends, begins, side="right"), np.searchsorted(self.dataset.ends, ends)
+        numbers = (array.tolist() for array in (begins, ends, *inner))
+        for row, (begin, end, first, last) in enumerate(zip(*numbers, strict=True)):
             count = end - begin
             targets[row, :count] = stream[begin:end]
             if begin:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
             elif count:  # before the first document of all stands the id that ends documents, too
                 tokens[row, 1:count] = stream[: end - 1]
+            if first < last:  # documents that begin inside the row
+                starts[row, self.dataset.ends[first:last] - begin] = True
         check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
         mask = np.arange(self.length) < (ends - begins)[:, None]
-        starts = np.zeros(shape, bool)
-        starts[:, 0] = fresh
         return Batch(tokens, targets, mask, starts, step, epoch)
+
+    def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
+        """For each row the tokens [begin, end) that are its targets, and whether it starts fresh."""
+        raise NotImplementedError
 
 
 class _ShuffledRows(Batches):
@@ -156,35 +151,18 @@ class Packed(_ShuffledRows):
     def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         return self._bounds[chosen], self._bounds[chosen + 1]
 
-    def _mark_inner_starts(self, batch: Batch[npt.NDArray[Any]], begins: Numbers, ends: Numbers) -> None:
-        low = np.searchsorted(self.dataset.ends, begins, side="right")
-        high = np.searchsorted(self.dataset.ends, ends, side="left")
-        for row, (first, last) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
-            batch.starts[row, self.dataset.ends[first:last] - begins[row]] = True
 
-
-def _pack(ends: Numbers, length: int, window_size: int = 1 << 18) -> list[int]:
-    """Where each row begins when documents are put whole into rows of `length`, in order.
-
-    Works in windows of documents, so that millions of them need little memory and few steps in Python.
-    """
-    window_size = max(window_size, 2 * length)  # more documents than a row can hold, as each has a token or more
-    begins: list[int] = []
-    position = number = 0  # where the next row begins, and the first document that ends after it
-    while number < len(ends):
-        window = np.asarray(ends[number : number + window_size])
-        is_last = number + window_size >= len(ends)
-        # For a row that begins at each document's start: the first document that does not fit any more.
-        reach = np.searchsorted(window, np.append(position, window[:-1]) + length, side="right").tolist()
-        done = 0
-        while done < len(window) and (reach[done] < len(window) or is_last):
-            begins.append(position)
-            if reach[done] > done:
-                position, done = int(window[reach[done] - 1]), reach[done]
-            else:  # the document is longer than the row, which it fills; the rest of it begins the next one
-                position += length
-                reach[done] = int(np.searchsorted(window, position + length, side="right"))
-        number += done
+def _pack(ends: Numbers, length: int) -> list[int]:
+    """Where each row begins when documents are put whole into rows of `length`, in order."""
+    begins, position, number = [], 0, 0  # where the next row begins, and the first document that ends after it
+    view = np.ascontiguousarray(ends, np.int64).data  # its items are plain integers, which compare quickly
+    while number < len(view):
+        begins.append(position)
+        # Each document has a token or more, so that a row holds no more of them than its length.
+        beyond = bisect_right(view, position + length, number, min(len(view), number + length + 1))
+        # One longer than the row fills it; the rest of it begins the next one.
+        position = view[beyond - 1] if beyond > number else position + length
+        number = beyond
     return begins
 
 
@@ -206,7 +184,7 @@ class Lanes(Batches):
         self._segments = -(-dataset.lengths // length)
         self._dealt = _deal(self._segments, batch_size)
         self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._dealt)
-        self._kept: tuple[int, list[tuple[Numbers, Numbers]]] = (-1, [])
+        self._lanes_of = lru_cache(maxsize=1)(self._shuffled_lanes)
 
     @property
     def fullness(self) -> float:
@@ -229,15 +207,12 @@ class Lanes(Batches):
             fresh[i] = segment == 0
         return begins, ends, fresh
 
-    def _lanes_of(self, epoch: int) -> list[tuple[Numbers, Numbers]]:
+    def _shuffled_lanes(self, epoch: int) -> list[tuple[Numbers, Numbers]]:
         """Each lane's documents in this epoch's order, and its segments up to each one's end."""
-        kept_epoch, lanes = self._kept  # one assignment, so that a prefetching thread and others may share this
-        if epoch != kept_epoch:
-            lanes = []
-            for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
-                documents = _shuffled(self._dealt[number], derive_key(self.seed, epoch, 1 + lane))
-                lanes.append((documents, np.cumsum(self._segments[documents])))
-            self._kept = (epoch, lanes)
+        lanes = []
+        for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
+            documents = _shuffled(self._dealt[number], derive_key(self.seed, epoch, 1 + lane))
+            lanes.append((documents, np.cumsum(self._segments[documents])))
         return lanes
 
 

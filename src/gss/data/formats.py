@@ -1,7 +1,7 @@
-"""Formats: from a span of a source on disk to its documents, chunk by chunk.
+"""Formats: from a span of a source to its documents, chunk by chunk.
 
 A span is what one process reads in one go: a file, a range of one, or a folder that makes one document. Spans are plain
-data, found by `sources`. Bad documents raise Skip while they are read. Nothing here knows of tokens.
+data, found by `sources`. A document that turns out bad raises Skip while it is read. Nothing here knows of tokens.
 """
 
 import codecs
@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from gss.data import chunks, latex
-from gss.data.chunks import CHUNK, Chunk, Skip, cut_chunks, stream_of
+from gss.data.chunks import CHUNK, Chunk, Skip, cut_chunks
 
 MAX_ROW = 1 << 26  # a row is parsed whole, so its size is what bounds memory
 COMPRESSIONS = (".gz", ".xz", ".zst")
+BLOCK = 1 << 20  # bytes read at once
 
 
 @dataclass(frozen=True)
 class Span:
-    """A span of a source. `start` and `stop` count chunks of a text, bytes of lines, row groups or rows."""
+    """A span of a source. `start` and `stop` count chunks of a text, bytes of lines, or row groups."""
 
     kind: str  # one of READERS
-    path: str
+    path: str  # or a URL
     name: str  # what its documents are called
     size: int  # bytes, for progress and for sharing out
     split: str | None = None  # the corpus's own split; None: by hash
@@ -48,6 +49,7 @@ class SourceDocument:
 
     name: str
     chunks: Iterable[Chunk] = ()
+    reason: str | None = None  # why it is left out, where that is known before it is read
     first: bool = True  # whether it begins in this span
     last: bool = True  # whether it ends in this span
 
@@ -57,41 +59,66 @@ def read_span(span: Span) -> Iterator[SourceDocument]:
     return READERS[span.kind](span)
 
 
+def needs_formats(path: str) -> ValueError:
+    """What to say where the packages of the extra are missing."""
+    return ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'")
+
+
+def is_url(path: str) -> bool:
+    """Whether a source lies in object storage, on the web or on the hub instead of on a disk."""
+    return "://" in path
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it."""
+    try:
+        import fsspec
+
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
+    except ImportError as error:
+        extra = "hub" if url.startswith("hf://") else "remote"
+        raise ValueError(f"{url} needs the extra '{extra}': pip install 'gss-lm[{extra}]' ({error})") from error
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file's bytes as they are stored, from a disk or a URL."""
+    if not is_url(path):
+        return open(path, "rb")
+    files, place = file_system(path)
+    return cast(BinaryIO, files.open(place, "rb"))
+
+
 @contextmanager
 def open_binary(path: str) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed by the ending of its name; Skip where the compression is damaged."""
-    openers: dict[str, Callable[[str], Any]] = {
-        ".gz": gzip.open,
-        ".xz": lzma.open,
-        ".zst": lambda path: stream_of(_decompress_zstandard(path)),
-    }
-    opener = next((opener for ending, opener in openers.items() if path.lower().endswith(ending)), None)
+    ending = path.lower().rpartition(".")[2]
+    with unreadable_is_skipped(), open_file(path) as stored:
+        if ending == "gz":
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=stored))
+        elif ending == "xz":
+            yield cast(BinaryIO, lzma.LZMAFile(stored))  # noqa: SIM115  (what it reads from is closed below)
+        elif ending == "zst":
+            try:
+                import pyarrow
+            except ImportError as error:
+                raise needs_formats(path) from error
+            yield cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), BLOCK))
+        else:
+            yield stored
+
+
+@contextmanager
+def unreadable_is_skipped() -> Iterator[None]:
+    """Make a Skip of what libraries say of damaged files. A disk or a network that fails remains an error."""
     try:
-        with opener(path) if opener else open(path, "rb") as stream:
-            yield cast(BinaryIO, stream)
-    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
+        yield
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise Skip(chunks.UNREADABLE) from error
-
-
-def _decompress_zstandard(path: str) -> Iterator[bytes]:
-    """The file's frames one after another; the library's errors and a truncated frame become a Skip."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'") from error
-    frame: Any = None  # the frame being read; None between frames
-    with open(path, "rb") as file:
-        while compressed := file.read(1 << 13):  # little at a time: it may expand to thousands of times as much
-            while compressed:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(compressed)
-                except zstandard.ZstdError as error:
-                    raise Skip(chunks.UNREADABLE) from error
-                compressed = frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise Skip(chunks.UNREADABLE)
+    except (OSError, ValueError) as error:
+        # pyarrow tells of bad contents with a bare OSError, without the number of an error, or an ArrowInvalid.
+        if (type(error) is OSError and error.errno is None) or type(error).__name__ == "ArrowInvalid":
+            raise Skip(chunks.UNREADABLE) from error
+        raise
 
 
 def _read_text(span: Span) -> Iterator[SourceDocument]:
@@ -100,9 +127,8 @@ def _read_text(span: Span) -> Iterator[SourceDocument]:
             offset = chunks.read_offset(span.start)
             if span.begin + offset:
                 stream.seek(span.begin + offset)
-            if span.length is not None:
-                stream = stream_of(_first_bytes(stream, span.length - offset))
-            for chunk in cut_chunks(stream, span.start, span.stop):
+            length = None if span.length is None else span.length - offset
+            for chunk in cut_chunks(_blocks(stream, length), span.start, span.stop):
                 if b"\0" in chunk.data:
                     raise Skip(chunks.BINARY)
                 yield chunk
@@ -110,35 +136,27 @@ def _read_text(span: Span) -> Iterator[SourceDocument]:
     yield SourceDocument(span.name, found(), first=span.start == 0, last=span.stop is None)
 
 
-def _first_bytes(stream: BinaryIO, count: int) -> Iterator[bytes]:
-    while count > 0 and (data := stream.read(min(count, 1 << 17))):
-        count -= len(data)
+def _blocks(stream: BinaryIO, length: int | None) -> Iterator[bytes]:
+    while data := stream.read(BLOCK if length is None else min(BLOCK, length)):
+        length = None if length is None else length - len(data)
         yield data
 
 
-def row_document(name: str, text: object) -> SourceDocument:
+def _row_document(name: str, text: object) -> SourceDocument:
     """A document from the text of a row."""
     if not isinstance(text, str):
-        return _skipped(name, chunks.NO_TEXT)
+        return SourceDocument(name, reason=chunks.NO_TEXT)
     try:
-        data = text.encode("utf-8")
+        return _bytes_document(name, text.encode("utf-8"))
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
-        return _skipped(name, chunks.INVALID_UTF8)
-    return _bytes_document(name, data)
+        return SourceDocument(name, reason=chunks.INVALID_UTF8)
 
 
 def _bytes_document(name: str, data: bytes) -> SourceDocument:
-    if len(data) <= CHUNK:  # the usual row: one chunk, without the machinery that finds out
-        return SourceDocument(name, (Chunk(data),) if data else ())
-    return SourceDocument(name, cut_chunks(io.BytesIO(data)))
-
-
-def _skipped(name: str, reason: str) -> SourceDocument:
-    def found() -> Iterator[Chunk]:
-        raise Skip(reason)
-        yield  # makes this a generator, which raises when it is read
-
-    return SourceDocument(name, found())
+    if not data:
+        return SourceDocument(name, reason=chunks.EMPTY)
+    # The usual row is one chunk, without the machinery that finds out.
+    return SourceDocument(name, (Chunk(data),) if len(data) <= CHUNK else cut_chunks([data]))
 
 
 def _lines(span: Span) -> Iterator[tuple[str, bytes | None]]:
@@ -169,10 +187,8 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
 def _read_lines(span: Span) -> Iterator[SourceDocument]:
     """One document per line, as LM1B is published."""
     for name, line in _lines(span):
-        if line is None:
-            yield _skipped(name, chunks.ROW_TOO_LONG)
-        elif b"\0" in line:
-            yield _skipped(name, chunks.BINARY)
+        if line is None or b"\0" in line:
+            yield SourceDocument(name, reason=chunks.ROW_TOO_LONG if line is None else chunks.BINARY)
         else:
             yield _bytes_document(name, line.rstrip(b"\r\n"))
 
@@ -180,7 +196,7 @@ def _read_lines(span: Span) -> Iterator[SourceDocument]:
 def _read_jsonl(span: Span) -> Iterator[SourceDocument]:
     for name, line in _lines(span):
         if line is None:
-            yield _skipped(name, chunks.ROW_TOO_LONG)
+            yield SourceDocument(name, reason=chunks.ROW_TOO_LONG)
             continue
         line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
@@ -188,63 +204,54 @@ def _read_jsonl(span: Span) -> Iterator[SourceDocument]:
         try:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError:
-            yield _skipped(name, chunks.INVALID_UTF8)
+            yield SourceDocument(name, reason=chunks.INVALID_UTF8)
         except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
-            yield _skipped(name, chunks.INVALID_ROW)
+            yield SourceDocument(name, reason=chunks.INVALID_ROW)
         else:
-            yield row_document(name, row.get(span.field) if isinstance(row, dict) else row)
+            yield _row_document(name, row.get(span.field) if isinstance(row, dict) else row)
 
 
 def _read_parquet(span: Span) -> Iterator[SourceDocument]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(span.path, pre_buffer=False, buffer_size=1 << 20) as file:
-            for group in range(span.start, span.stop if span.stop is not None else file.num_row_groups):
-                number = 0
-                for batch in file.iter_batches(16, row_groups=[group], columns=[span.field], use_threads=False):
-                    for value in batch.column(0):
-                        yield row_document(f"{span.name}@{group}.{number}", value.as_py())
-                        number += 1
-    except (pyarrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise Skip(chunks.UNREADABLE) from error
-
-
-def _read_arrow(span: Span) -> Iterator[SourceDocument]:
-    """Rows of an Arrow file as the datasets library caches them."""
-    import datasets
-
-    table = datasets.Dataset.from_file(span.path).select_columns([span.field])
-    stop = span.stop if span.stop is not None else len(table)
-    for start in range(span.start, stop, 16):
-        for number, text in enumerate(table[start : min(start + 16, stop)][span.field]):
-            yield row_document(f"{span.name}@{start + number}", text)
-
-
-def _read_unreadable(span: Span) -> Iterator[SourceDocument]:
-    """A file that could not even be opened when the corpus was looked through."""
-    yield _skipped(span.name, chunks.UNREADABLE)
+    with unreadable_is_skipped(), open_file(span.path) as stored:
+        file = pyarrow.parquet.ParquetFile(stored, pre_buffer=False, buffer_size=BLOCK)
+        for group in range(span.start, file.num_row_groups if span.stop is None else span.stop):
+            number = 0
+            for batch in file.iter_batches(16, row_groups=[group], columns=[span.field], use_threads=False):
+                for value in batch.column(0):
+                    yield _row_document(f"{span.name}@{group}.{number}", value.as_py())
+                    number += 1
 
 
 def _read_article(span: Span) -> Iterator[SourceDocument]:
     def found() -> Iterator[Chunk]:
-        yield from cut_chunks(io.BytesIO(latex.article_text(Path(span.path)).encode("utf-8")))
+        with unreadable_is_skipped():
+            yield from cut_chunks([latex.article_text(Path(span.path)).encode("utf-8")])
 
     yield SourceDocument(span.name, found())
 
 
 def _read_repository(span: Span) -> Iterator[SourceDocument]:
-    yield SourceDocument(span.name, _concatenated(_repository_files(Path(span.path))))
+    """A repository's own source files."""
+    wanted = (
+        path
+        for path in walk(Path(span.path), _VENDORED)
+        if path.suffix.lower() in _CODE and not _GENERATED_NAME.search(path.name)
+    )
+    written = (content for content in map(_code, wanted) if not _looks_generated(content))
+    yield SourceDocument(span.name, cut_chunks(_ended_lines(written)))
 
 
 def _read_package(span: Span) -> Iterator[SourceDocument]:
-    yield SourceDocument(span.name, _concatenated(_package_files(Path(span.path))))
+    """The Python files of one top-level package or module of the standard library, without its tests."""
+    files = walk(Path(span.path), ("__pycache__", "test", "tests", "idle_test"))
+    code = (_code(path) for path in files if path.suffix == ".py")
+    yield SourceDocument(span.name, cut_chunks(_ended_lines(code)))
 
 
-def _concatenated(files: Iterable[bytes]) -> Iterator[Chunk]:
-    """Files one after another as one document, each ending its last line."""
-    return cut_chunks(stream_of(content if content.endswith(b"\n") else content + b"\n" for content in files))
+def _ended_lines(files: Iterable[bytes]) -> Iterator[bytes]:
+    return (content if content.endswith(b"\n") else content + b"\n" for content in files if content)
 
 
 READERS: dict[str, Callable[[Span], Iterator[SourceDocument]]] = {
@@ -252,11 +259,9 @@ READERS: dict[str, Callable[[Span], Iterator[SourceDocument]]] = {
     "lines": _read_lines,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
-    "arrow": _read_arrow,
     "article": _read_article,
     "repository": _read_repository,
     "package": _read_package,
-    "unreadable": _read_unreadable,
 }
 
 # Of a repository: C, C++, Java, Python, Go and TypeScript, without what others wrote (vendored), what programs wrote
@@ -284,42 +289,26 @@ _MARK_WITHIN = 1500  # bytes at a file's head in which generators sign
 _LONGEST_MEAN_LINE = 300  # characters; people write shorter lines
 
 
-def _repository_files(repository: Path) -> Iterator[bytes]:
-    """The contents of a repository's own source files, in the order of their paths."""
-    for path in _walk(repository, _VENDORED):
-        if path.suffix.lower() in _CODE and not _GENERATED_NAME.search(path.name):
-            content = _code(path)
-            if content is not None and not _looks_generated(content):
-                yield content
-
-
-def _package_files(path: Path) -> Iterator[bytes]:
-    """The Python files of one top-level package or module of the standard library, without its tests."""
-    for file in [path] if path.is_file() else _walk(path, ("__pycache__", "test", "tests", "idle_test")):
-        content = _code(file) if file.suffix == ".py" else None
-        if content is not None:
-            yield content
-
-
-def _walk(root: Path, without: tuple[str, ...]) -> Iterator[Path]:
+def walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[Path]:
+    """The files under a folder in the order of their names, a folder's own before those further down; or the file."""
+    if root.is_file():
+        yield root
     for folder, names, files in os.walk(root):
-        names[:] = sorted(n for n in names if n.lower() not in without and not n.startswith("."))
+        names[:] = sorted(name for name in names if name.lower() not in without and not name.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
             if path.is_file() and not path.is_symlink():
                 yield path
 
 
-def _code(path: Path) -> bytes | None:
-    """A file's bytes if it is text of a size that people write."""
-    if path.stat().st_size > _MAX_CODE:
-        return None
-    content = path.read_bytes()
+def _code(path: Path) -> bytes:
+    """A file's bytes, or none where it is not text of a size that people write."""
+    content = path.read_bytes() if path.stat().st_size <= _MAX_CODE else b""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        return None
-    return content if content.strip() and b"\0" not in content else None
+        return b""
+    return b"" if b"\0" in content or not content.strip() else content
 
 
 def _looks_generated(content: bytes) -> bool:

@@ -5,21 +5,21 @@ hostile archive can name any path without effect. Knows nothing of splits or tok
 """
 
 import gzip
-import lzma
 import posixpath
 import re
 import tarfile
 import zipfile
-import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from gss.data import chunks
 from gss.data.chunks import Skip
 
+Entry = TypeVar("Entry")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".zip", ".gz")
 MAX_ARTICLE = 1 << 26  # bytes of LaTeX; more than any article, so that an archive bomb ends here
-MAX_HEADER = 1 << 20  # bytes of a tar's longer names and attributes
+MAX_HEADER = 1 << 16  # bytes of a tar's longer names and attributes
 MAX_DEPTH = 32  # files that include one another; TeX itself allows about half as many
 _SMALLEST = 512  # bytes that a file counts for at least, so that millions of empty ones end, too
 
@@ -36,57 +36,53 @@ def article_text(path: Path) -> str:
     """The article as one text; Skip where there is no LaTeX, or it cannot be read."""
     try:
         files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise Skip(chunks.UNREADABLE) from error
-    except RuntimeError as error:  # how zipfile tells of encryption, and of a compression that it does not know
+    except (tarfile.TarError, zipfile.BadZipFile, RuntimeError) as error:
+        # The last is how zipfile tells of encryption, and of a compression that it does not know.
         raise Skip(chunks.UNREADABLE) from error
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None
-    texts = {name: _decode(content, latin1) for name, content in files.items() if _included(name)}
-    return "".join(_resolve(main, texts, (main,), 0))
-
-
-def _included(name: str) -> bool:
-    return name.lower().endswith(_INCLUDED)
+    texts = {name: _decode(content, latin1) for name, content in files.items()}
+    return "".join(_resolve((main,), texts, [0]))
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    total = 0
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink() and _included(path.name):
-            total += path.stat().st_size
-            _check_size(total)
-            yield path.relative_to(folder).as_posix(), path.read_bytes()
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    chosen = _bounded((path.relative_to(folder).as_posix(), path.stat().st_size, path) for path in files)
+    yield from ((name, path.read_bytes()) for name, path in chosen)
 
 
 def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
     if path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
-            total = 0
-            for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
-                if not entry.is_dir() and _included(entry.filename):
-                    total += entry.file_size
-                    _check_size(total)
-                    yield posixpath.normpath(entry.filename), archive.read(entry)
+            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+            for name, entry in _bounded((entry.filename, entry.file_size, entry) for entry in entries):
+                yield posixpath.normpath(name), archive.read(entry)
         return
     try:
         with tarfile.open(path, "r:*", tarinfo=_BoundedHeader) as tar:
-            total = 0
-            for member in tar:
-                if member.isfile() and _included(member.name):
-                    total += member.size
-                    _check_size(total)
-                    content = tar.extractfile(member)
-                    if content is not None:
-                        yield posixpath.normpath(member.name), content.read()
+            members = ((member.name if member.isfile() else "", member.size, member) for member in tar)
+            for name, member in _bounded(members):
+                if content := tar.extractfile(member):
+                    yield posixpath.normpath(name), content.read()
     except tarfile.ReadError:
         # arXiv gives an article of one file as that file, gzipped under the article's number.
         if not path.name.lower().endswith(".gz") or path.name.lower().endswith(".tar.gz"):
             raise
         with gzip.open(path, "rb") as stream:
-            content_bytes = stream.read(MAX_ARTICLE + 1)
-        _check_size(len(content_bytes))
-        yield "main.tex", content_bytes
+            whole = stream.read(MAX_ARTICLE + 1)
+        _check_size(len(whole))
+        yield "main.tex", whole
+
+
+def _bounded(files: Iterable[tuple[str, int, Entry]]) -> Iterator[tuple[str, Entry]]:
+    """The files that may be part of the article, as long as there are neither too many entries nor too much of it."""
+    total = 0
+    for name, size, entry in files:
+        wanted = name.lower().endswith(_INCLUDED)
+        total += max(_SMALLEST, size if wanted else 0)
+        _check_size(total)
+        if wanted:
+            yield name, entry
 
 
 class _BoundedHeader(tarfile.TarInfo):
@@ -95,10 +91,10 @@ class _BoundedHeader(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_BoundedHeader":
         header = super().frombuf(buf, encoding, errors)
-        longer = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
-        if header.type in (*longer, tarfile.GNUTYPE_LONGLINK) and header.size > MAX_HEADER:
-            raise Skip(chunks.UNREADABLE)
-        if header.type == tarfile.GNUTYPE_SPARSE:  # a chain of headers without end
+        names = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        longer = (*names, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        # A sparse file is a chain of headers without end.
+        if header.type == tarfile.GNUTYPE_SPARSE or (header.type in longer and header.size > MAX_HEADER):
             raise Skip(chunks.UNREADABLE)
         return header
 
@@ -134,17 +130,17 @@ def _main_file(files: dict[str, bytes]) -> str:
     return min(complete or sources, key=preference)
 
 
-def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], size: int) -> Generator[str, None, int]:
+def _resolve(above: tuple[str, ...], texts: dict[str, str | None], size: list[int]) -> Iterator[str]:
     """A file's text with its inclusions in place; one that is missing or includes itself stays as it is written.
 
-    `size` is the bytes of the files put in place so far, each counted as often as it is included; returned with those
-    of this file and all below it added.
+    `above` ends with the file and begins with the main one. `size` holds the bytes of the files put in place so far,
+    each counted as often as it is included.
     """
-    text = texts[name]
+    text = texts[above[-1]]
     if text is None:
         raise Skip(chunks.INVALID_UTF8)
-    size += max(_SMALLEST, len(text.encode("utf-8")))
-    _check_size(size)
+    size[0] += max(_SMALLEST, len(text.encode("utf-8")))
+    _check_size(size[0])
     if len(above) > MAX_DEPTH:
         raise Skip(chunks.ROW_TOO_LONG)
     for line in text.splitlines(keepends=True):
@@ -153,14 +149,13 @@ def _resolve(name: str, texts: dict[str, str | None], above: tuple[str, ...], si
         position = 0
         for found in _INCLUDE.finditer(code):
             wanted = found.group(2) or (found.group(1) or "").strip().removeprefix('"').removesuffix('"')
-            target = _find(wanted, name, above[0], texts) if wanted and '"' not in wanted else None
+            target = _find(wanted, above[-1], above[0], texts) if wanted and '"' not in wanted else None
             if target is None or target in above:
                 continue
             yield line[position : found.start()]
-            size = yield from _resolve(target, texts, (*above, target), size)
+            yield from _resolve((*above, target), texts, size)
             position = found.end()
         yield line[position:]
-    return size
 
 
 def _find(wanted: str, source: str, main: str, texts: dict[str, str | None]) -> str | None:

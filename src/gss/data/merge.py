@@ -1,227 +1,232 @@
 """Merge: from finished parts to the files of a corpus, one set per split, with duplicates dropped.
 
-Reads the parts in order as one long row of tokens and documents. Which tokens lie where in which file is known only
-when every part is there, which is why they are copied. Memory is bounded whatever the number of documents: they are
-handled in batches of rows, duplicates found in buckets of digests. The result depends on the parts' contents alone.
+Reads the parts in order as one long row of documents and tokens, from a disk or from URLs. What is kept and where it
+goes is known only when every part is there; then each token is read once, and written to its split. Memory is bounded
+whatever the number of documents: they are handled in batches of rows, duplicates found in buckets of digests. The
+result depends on the parts' contents alone.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from gss.data import chunks
-from gss.data.chunks import REASONS, digest
-from gss.data.parts import DIGESTS, NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
-from gss.data.shards import SPLITS, file_hash, unigram_entropy
+from gss.data.chunks import DUPLICATE, EMPTY, REASONS, digest
+from gss.data.formats import open_file
+from gss.data.parts import NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
+from gss.data.shards import SPLITS, check_ids, file_hash, unigram_entropy
 
-# A document of the table of all. `start` counts the tokens of all parts, one after another.
-DOCUMENT = np.dtype(
-    [("start", "<u8"), *((name, RECORD[name]) for name in ("tokens", "bytes", "words", "digest", "split", "skip"))]
-)
 ROWS = 1 << 16  # documents handled at once
 BUCKET = 1 << 21  # documents whose digests are compared at once
 COPY = 1 << 22  # tokens copied at once
 NAMED = 10  # documents named for each reason that left some out
 
+Table = npt.NDArray[Any]  # of RECORD, a row for each document
 
-@dataclass(frozen=True)
-class SplitShares:
-    """The shares of documents that the hash sends to the held-out splits."""
 
-    valid: float
-    test: float
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.valid < 1 and 0 <= self.test < 1 and self.valid + self.test < 1):
-            raise ValueError(f"the shares valid={self.valid} and test={self.test} must leave some for train")
-
-    def assign(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        """The number of each document's split, by its contents alone."""
-        place = digests / 2.0**64
-        valid, test, train = (SPLITS.index(split) for split in ("valid", "test", "train"))
-        held_out = np.where(place < self.valid, valid, np.where(place < self.valid + self.test, test, train))
-        return held_out.astype(np.uint8)
+def check_shares(valid: float, test: float) -> None:
+    """Refuse shares of documents for the held-out splits that leave none for training."""
+    if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
+        raise ValueError(f"the shares valid={valid} and test={test} must leave some for train")
 
 
 def merge_parts(
-    parts: list[Path], table_path: Path, out: Path, vocab_size: int, shares: SplitShares
+    parts: list[str], table_path: Path, out: Path, vocab_size: int, valid: float, test: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write every good document to its split in `out`; returns the splits' facts, and what was left out and why."""
-    count = _write_table(parts, table_path, shares)
-    table = np.memmap(table_path, DOCUMENT, "r+", shape=(count,)) if count else np.zeros(0, DOCUMENT)
+    """Write every good document to its split in `out`; returns the splits' facts, and what was left out and why.
+
+    Documents without a split of their own are held out by these shares, by a hash of their contents.
+    """
+    dtype = token_dtype(vocab_size)
+    count = _write_table(parts, table_path, dtype.itemsize, valid, test)
+    table = np.memmap(table_path, RECORD, "r+", shape=(count,)) if count else np.zeros(0, RECORD)
     _drop_duplicates(table)
-    left_out = _write_names(table, parts, out)
-    tokens = _PartTokens(parts, token_dtype(vocab_size))
-    facts = {split: _write_split(table, split, tokens, out, vocab_size) for split in SPLITS}
-    return {split: found for split, found in facts.items() if found}, left_out
+    left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
+    names, tokens = _lines(parts), _Tokens(parts, dtype)
+    with ExitStack() as files:
+        splits = [_SplitWriter(out, split, vocab_size, files) for split in SPLITS]
+        for rows in _batches(table):
+            where = np.where(rows["skip"] == 0, rows["split"], len(SPLITS))
+            for split, skip, name in zip(where.tolist(), rows["skip"].tolist(), names, strict=False):
+                if not skip:
+                    splits[split].names.write(name)
+                    continue
+                entry = left_out[REASONS[skip - 1]]
+                entry["documents"] += 1
+                if len(entry["first"]) < NAMED:
+                    entry["first"].append(json.loads(name))
+            runs = np.flatnonzero(np.diff(where, prepend=-1))  # the first of those in a row that go to the same place
+            counts = np.add.reduceat(rows["tokens"], runs)
+            for split, wanted in zip(where[runs].tolist(), counts.tolist(), strict=True):
+                for ids in tokens.take(wanted):
+                    if split < len(SPLITS):
+                        splits[split].add(ids)
+        for writer in splits:
+            writer.write_held()
+    facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
+    return (
+        {split: found for split, found in facts.items() if found},
+        {reason: entry for reason, entry in left_out.items() if entry["documents"]},
+    )
 
 
-def _write_table(parts: list[Path], path: Path, shares: SplitShares) -> int:
-    """A row for each document of all parts, those that reach over parts joined; returns how many."""
-    count = position = 0
-    joined: npt.NDArray[Any] | None = None  # the document whose parts are being read
-    digests = b""
+def _batches(table: Table, split: str | None = None) -> Iterator[Table]:
+    """The rows of a table, or those that are good and of a split, a bounded number at a time."""
+    for low in range(0, len(table), ROWS):
+        rows = table[low : low + ROWS]
+        yield rows if split is None else rows[(rows["split"] == SPLITS.index(split)) & (rows["skip"] == 0)]
+
+
+def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test: float) -> int:
+    """A row for each document of all parts, its chunks joined; returns how many."""
+    count, begun = 0, np.zeros(0, RECORD)  # the chunks of a document whose last is in another part
     with open(path, "wb") as table:
         for part in parts:
-            records = np.fromfile(part / RECORDS, RECORD)
-            chunk_digests = json.loads((part / DIGESTS).read_text())
-            rows = np.zeros(len(records), DOCUMENT)
-            for field in RECORD.names[:6]:  # type: ignore[index]
-                rows[field] = records[field]
-            rows["start"] = position + np.cumsum(records["tokens"]) - records["tokens"]
-            position += int(records["tokens"].sum())
-            keep = np.ones(len(records), bool)
-            for i in map(int, chunk_digests):
-                if records["first"][i]:
-                    joined, digests = rows[i : i + 1].copy(), b""
-                else:
-                    assert joined is not None
-                    for field in ("tokens", "bytes", "words"):
-                        joined[field] += rows[field][i]
-                    joined["skip"] = np.maximum(joined["skip"], rows["skip"][i])
-                digests += bytes.fromhex(chunk_digests[str(i)])
-                keep[i] = bool(records["last"][i])
-                if keep[i]:
-                    if not joined["words"][0]:
-                        joined["skip"] = np.maximum(joined["skip"], SKIP[chunks.EMPTY])
-                    joined["digest"] = np.frombuffer(digest(digests), "<u8")
-                    rows[i] = joined[0]
-            rows = rows[keep]
-            by_hash = rows["split"] == 0
-            rows["split"] -= 1
-            rows["split"][by_hash] = shares.assign(rows["digest"][by_hash, 0])
+            with open_file(f"{part}/{RECORDS}") as file:
+                found = np.frombuffer(file.read(), RECORD)
+            with open_file(f"{part}/{TOKENS}") as file:
+                if file.seek(0, 2) != itemsize * int(found["tokens"].sum()):
+                    raise ValueError(f"{part}/{TOKENS} is not as long as it was: copy this part again")
+            chunks = np.concatenate([begun, found])
+            follows = np.append(True, chunks["last"])[
+                :-1
+            ]  # a document begins where another has ended, and nowhere else
+            if (chunks["first"] != follows).any() or (found["skip"] > len(REASONS)).any() or (found["split"] > 3).any():
+                raise ValueError(f"{part}/{RECORDS} is not as it was: copy this part again")
+            complete = int(np.flatnonzero(np.append(True, chunks["last"]))[-1])
+            chunks, begun = chunks[:complete], chunks[complete:]
+            firsts = np.flatnonzero(chunks["first"])
+            rows = chunks[firsts]
+            for field in ("tokens", "bytes", "words") if len(rows) else ():
+                rows[field] = np.add.reduceat(chunks[field], firsts)
+            if len(rows):
+                rows["skip"] = np.maximum.reduceat(chunks["skip"], firsts)
+            rows["skip"][(rows["skip"] == 0) & (rows["words"] == 0)] = SKIP[EMPTY]
+            ends = np.append(firsts[1:], len(chunks))
+            for i in np.flatnonzero(~rows["last"]).tolist():
+                own = chunks["digest"][firsts[i] : ends[i]].tobytes()
+                rows["digest"][i] = np.frombuffer(digest(own), "<u8")
+            places = rows["digest"][:, 0] / 2.0**64
+            held_out = np.where(places < valid, SPLITS.index("valid"), SPLITS.index("train"))
+            held_out[(places >= valid) & (places < valid + test)] = SPLITS.index("test")
+            rows["split"] = np.where(rows["split"] == 0, held_out, rows["split"] - 1)
             table.write(rows.tobytes())
             count += len(rows)
+    if len(begun):
+        raise ValueError(f"{parts[-1]}/{RECORDS} ends within a document: copy this part again")
     return count
 
 
-def _drop_duplicates(table: npt.NDArray[Any]) -> None:
+def _drop_duplicates(table: Table) -> None:
     """Mark all but one of the documents with equal contents; a held-out split keeps its own."""
     buckets = max(1, -(-len(table) // BUCKET))
     # test before valid before train: what a corpus holds out stays held out, whole.
     rank = np.asarray([("test", "valid", "train").index(split) for split in SPLITS])
     for bucket in range(buckets):
         found = [np.zeros(0, np.int64)]
-        for low in range(0, len(table), ROWS):
-            rows = table[low : low + ROWS]
+        for number, rows in enumerate(_batches(table)):
             here = (rows["digest"][:, 1] % np.uint64(buckets) == bucket) & (rows["skip"] == 0)
-            found.append(low + np.flatnonzero(here))
+            found.append(number * ROWS + np.flatnonzero(here))
         places = np.concatenate(found)
         digests = table["digest"][places]
         order = np.lexsort((places, rank[table["split"][places]], digests[:, 1], digests[:, 0]))
         ordered = digests[order]
         again = np.flatnonzero((ordered[1:] == ordered[:-1]).all(axis=1)) + 1
-        table["skip"][places[order[again]]] = SKIP[chunks.DUPLICATE]
+        table["skip"][places[order[again]]] = SKIP[DUPLICATE]
 
 
-def _write_names(table: npt.NDArray[Any], parts: list[Path], out: Path) -> dict[str, Any]:
-    """Write each split's names of documents; returns what was left out, counted and named."""
-    left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
-    names = _document_names(parts)
-    with ExitStack() as files:
-        opened = [files.enter_context(open_synced(out / f"{split}.names")) for split in SPLITS]
-        for low in range(0, len(table), ROWS):
-            rows = table[low : low + ROWS]
-            for split, skip, name in zip(rows["split"].tolist(), rows["skip"].tolist(), names, strict=False):
-                if not skip:
-                    opened[split].write(name)
-                    continue
-                entry = left_out[REASONS[skip - 1]]
-                entry["documents"] += 1
-                if len(entry["first"]) < NAMED:
-                    entry["first"].append(json.loads(name))
-    return {reason: entry for reason, entry in left_out.items() if entry["documents"]}
-
-
-def _document_names(parts: list[Path]) -> Iterator[bytes]:
+def _lines(parts: list[str]) -> Iterator[bytes]:
     """The documents' names in order, each still a line of JSON."""
     for part in parts:
-        last = np.fromfile(part / RECORDS, RECORD)["last"]
-        with open(part / NAMES, "rb") as lines:
-            yield from (line for is_last, line in zip(last, lines, strict=True) if is_last)
+        with open_file(f"{part}/{NAMES}") as file:
+            yield from file
 
 
-def _write_split(
-    table: npt.NDArray[Any], split: str, tokens: "_PartTokens", out: Path, vocab_size: int
-) -> dict[str, Any] | None:
-    """Write a split's tokens and index; returns its facts, or None where it has no documents and leaves no files."""
+class _Tokens:
+    """The tokens of all parts, one after another."""
 
-    def documents() -> Iterator[npt.NDArray[Any]]:
-        for low in range(0, len(table), ROWS):
-            rows = np.array(table[low : low + ROWS])
-            yield rows[(rows["split"] == SPLITS.index(split)) & (rows["skip"] == 0)]
+    def __init__(self, parts: list[str], dtype: np.dtype[Any]) -> None:
+        self._blocks = (block for part in parts for block in self._read(f"{part}/{TOKENS}", dtype))
+        self._held = np.zeros(0, dtype)
 
-    files = {name: out / f"{split}.{name}" for name in ("tokens", "documents", "names")}
-    count = longest = 0
-    totals = dict.fromkeys(("tokens", "bytes", "words"), 0)
-    unigrams, hashed = np.zeros(vocab_size, np.int64), hashlib.sha256()
-    with open_synced(files["tokens"]) as file:
-        for rows in documents():
-            for ids in tokens.read(rows):
-                data = ids.tobytes()
-                file.write(data)
-                hashed.update(data)
-                unigrams += np.bincount(ids, minlength=vocab_size)
-            count += len(rows)
-            longest = max(longest, int(rows["tokens"].max(initial=0)))
-            for field in totals:
-                totals[field] += int(rows[field].sum())
-    if not count:
-        files["tokens"].unlink()
-        files["names"].unlink()
-        return None
-    with open_synced(files["documents"]) as file:
-        end = np.uint64(0)
-        for rows in documents():
-            file.write((end + np.cumsum(rows["tokens"])).astype("<u8").tobytes())
-            end += rows["tokens"].sum()
-        for column in (("bytes",), ("words",), ("digest", 0), ("digest", 1)):
-            for rows in documents():
-                values = rows[column[0]] if len(column) == 1 else rows[column[0]][:, column[1]]
-                file.write(values.tobytes())
-    text_tokens = totals["tokens"] - count
-    return {
-        "documents": count,
-        **totals,
-        "longest": longest,
-        "tokens_per_byte": text_tokens / totals["bytes"],
-        "tokens_per_word": text_tokens / totals["words"],
-        "unigram_entropy": unigram_entropy(unigrams),
-        "files": {
-            path.name: {
-                "size": path.stat().st_size,
-                "sha256": hashed.hexdigest() if name == "tokens" else file_hash(path),
-            }
-            for name, path in files.items()
-        },
-    }
+    @staticmethod
+    def _read(path: str, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+        with open_file(path) as file:
+            while data := file.read(COPY * dtype.itemsize):
+                yield np.frombuffer(data, dtype)
+
+    def take(self, count: int) -> Iterator[npt.NDArray[Any]]:
+        """The next so many, in pieces."""
+        while count:
+            if not len(self._held):
+                self._held = next(self._blocks)
+            taken, self._held = self._held[:count], self._held[count:]
+            count -= len(taken)
+            yield taken
 
 
-class _PartTokens:
-    """The tokens of all parts as if they lay in one file."""
+class _SplitWriter:
+    """The files of a split as they are written."""
 
-    def __init__(self, parts: list[Path], dtype: np.dtype[Any]) -> None:
-        self._parts, self._dtype = parts, dtype
-        sizes = [(part / TOKENS).stat().st_size // dtype.itemsize for part in parts]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
+    def __init__(self, out: Path, split: str, vocab_size: int, files: ExitStack) -> None:
+        self._split = split
+        self._paths = {name: out / f"{split}.{name}" for name in ("tokens", "documents", "names")}
+        self._tokens: BinaryIO = files.enter_context(open_synced(self._paths["tokens"]))
+        self.names: BinaryIO = files.enter_context(open_synced(self._paths["names"]))
+        self._hashed, self._unigrams = hashlib.sha256(), np.zeros(vocab_size, np.int64)
+        self._held: list[npt.NDArray[Any]] = []
+        self._held_tokens = 0
 
-    def read(self, rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-        """The tokens of documents in order, those that lie one after another together."""
-        starts, stops = rows["start"].astype(np.int64), (rows["start"] + rows["tokens"]).astype(np.int64)
-        breaks = starts[1:] != stops[:-1]
-        firsts, lasts = starts[np.append(True, breaks)[: len(rows)]], stops[np.append(breaks, True)[: len(rows)]]
-        for start, stop in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            while start < stop:
-                number = int(np.searchsorted(self._ends, start, side="right"))
-                begin = int(self._ends[number - 1]) if number else 0
-                count = min(stop, int(self._ends[number]), start + COPY) - start
-                offset = (start - begin) * self._dtype.itemsize
-                yield np.fromfile(self._parts[number] / TOKENS, self._dtype, count, offset=offset)
-                start += count
+    def add(self, ids: npt.NDArray[Any]) -> None:
+        """Append tokens. Short pieces are gathered first, as counting them costs as much as a whole vocabulary."""
+        self._held.append(ids.copy())  # a piece of a block would keep all of it
+        self._held_tokens += len(ids)
+        if self._held_tokens >= COPY:
+            self.write_held()
+
+    def write_held(self) -> None:
+        if self._held:
+            ids = np.concatenate(self._held)
+            check_ids(ids, len(self._unigrams), self._paths["tokens"].name)
+            self._tokens.write(ids.data)
+            self._hashed.update(ids.data)
+            self._unigrams += np.bincount(ids, minlength=len(self._unigrams))
+            self._held, self._held_tokens = [], 0
+
+    def finish(self, table: Table) -> dict[str, Any] | None:
+        """Write the index; returns the split's facts, or None where it has no documents and leaves no files."""
+        count = longest = 0
+        totals = dict.fromkeys(("tokens", "bytes", "words"), 0)
+        with open_synced(self._paths["documents"]) as file:
+            for rows in _batches(table, self._split):
+                file.write((np.uint64(totals["tokens"]) + np.cumsum(rows["tokens"])).astype("<u8").tobytes())
+                count += len(rows)
+                longest = max(longest, int(rows["tokens"].max(initial=0)))
+                for field in totals:
+                    totals[field] += int(rows[field].sum())
+            for field, half in (("bytes", ...), ("words", ...), ("digest", (..., 0)), ("digest", (..., 1))):
+                for rows in _batches(table, self._split):
+                    file.write(rows[field][half].tobytes())
+        if not count:
+            for path in self._paths.values():
+                path.unlink()
+            return None
+        text_tokens = totals["tokens"] - count
+        hashes = {"tokens": self._hashed.hexdigest()}
+        return {
+            "documents": count,
+            **totals,
+            "longest": longest,
+            "tokens_per_byte": text_tokens / totals["bytes"],
+            "tokens_per_word": text_tokens / totals["words"],
+            "unigram_entropy": unigram_entropy(self._unigrams),
+            "files": {
+                path.name: {"size": path.stat().st_size, "sha256": hashes.get(name) or file_hash(path)}
+                for name, path in self._paths.items()
+            },
+        }

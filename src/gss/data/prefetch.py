@@ -4,9 +4,10 @@ Holds no state of its own that matters: it asks `Batches` for steps by number, s
 and opened again at any step.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import TYPE_CHECKING
 
 from gss.data.batches import Batch, Batches, as_tensors
@@ -37,31 +38,34 @@ class Prefetch:
         if depth < 1:
             raise ValueError(f"prefetching keeps at least 1 batch, not {depth}")
         self._device = torch.device(device)
-        self._pin = self._device.type == "cuda"
         self._batches, self._rank, self._world = batches, rank, world
-        self._ready: queue.Queue[Batch[torch.Tensor] | BaseException | None] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(start_step, stop_step), name="gss-prefetch", daemon=True
-        )
-        self._thread.start()
+        self._steps = iter(count(start_step) if stop_step is None else range(start_step, stop_step))
+        self._thread = ThreadPoolExecutor(1, "gss-prefetch")
+        self._ahead: deque[Future[Batch[torch.Tensor]]] = deque()
+        for _ in range(depth + 1):
+            self._ask()
+
+    def _ask(self) -> None:
+        if (step := next(self._steps, None)) is not None:
+            self._ahead.append(self._thread.submit(self._make, step))
+
+    def _make(self, step: int) -> "Batch[torch.Tensor]":
+        return as_tensors(self._batches.batch(step, self._rank, self._world), pin=self._device.type == "cuda")
 
     def __iter__(self) -> "Iterator[Batch[torch.Tensor]]":
         return self
 
     def __next__(self) -> "Batch[torch.Tensor]":
-        if self._closed.is_set():
-            raise StopIteration
-        item = self._ready.get()
-        if item is None:
+        if not self._ahead:
             self.close()
             raise StopIteration
-        if isinstance(item, BaseException):
+        try:
+            batch = self._ahead.popleft().result()
+        except BaseException:
             self.close()
-            raise item
-        if self._device.type == "cpu":
-            return item
-        return item.map(lambda tensor: tensor.to(self._device, non_blocking=self._pin))
+            raise
+        self._ask()
+        return batch.map(lambda tensor: tensor.to(self._device, non_blocking=self._device.type == "cuda"))
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -71,19 +75,5 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop the thread; batches that were made ahead are dropped."""
-        self._closed.set()
-        while self._thread.is_alive():
-            try:
-                self._ready.get_nowait()  # the thread may be waiting for room
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
-
-    def _run(self, step: int, stop_step: int | None) -> None:
-        try:
-            while not self._closed.is_set() and (stop_step is None or step < stop_step):
-                batch = self._batches.batch(step, self._rank, self._world)
-                self._ready.put(as_tensors(batch, pin=self._pin))
-                step += 1
-            self._ready.put(None)
-        except BaseException as error:
-            self._ready.put(error)  # raised again where the batches are used
+        self._thread.shutdown(cancel_futures=True)
+        self._ahead.clear()

@@ -1,9 +1,10 @@
-"""Prepare: from sources to a corpus folder of token files, in parallel, resumable after a kill.
+"""Prepare: from sources to a corpus folder of token files, in parallel, resumable, on one machine or on several.
 
-The plan (which spans, in which parts) depends on names and sizes alone. Parts are made beside the target in
-`<out>.preparing`; those that exist are not made again. When all are there they are merged, and the finished folder is
-renamed into place: `out` is whole or it is not there. The result does not depend on the number of processes, nor on
-how often the work was interrupted.
+The plan (which spans, in which parts) depends on names and sizes alone. A machine makes its share of the parts, which
+is all of them or every n-th, in `<out>.preparing`; those that exist are not made again. When all parts are there they
+are merged, on the spot or by `merge_shares` from several machines, and the finished folder is renamed into place: `out`
+is whole or it is not there. The result does not depend on the number of processes or machines, nor on how often the
+work was interrupted.
 """
 
 import hashlib
@@ -17,21 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import cache
 from multiprocessing.connection import wait as wait_for_sentinel
 from pathlib import Path
 from typing import Any
 
-from gss.data.formats import Span
-from gss.data.merge import SplitShares, merge_parts
-from gss.data.parts import CorpusPart, make_parts, token_dtype, write_part
+from gss.data.formats import Span, file_system, is_url
+from gss.data.merge import check_shares, merge_parts
+from gss.data.parts import Part, make_parts, part_name, part_size, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
+    SHARE_FORMAT,
     TOKENIZER_FOLDER,
     VERSION,
     Manifest,
     read_manifest,
+    read_sealed,
     write_manifest,
 )
 from gss.data.sources import SourceOptions, find_spans
@@ -49,6 +52,7 @@ def prepare(
     options: SourceOptions | None = None,
     valid: float = 0.05,
     test: float = 0.0,
+    share: tuple[int, int] = (1, 1),
     workers: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -56,26 +60,72 @@ def prepare(
     """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it continues.
 
     Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
-    contents; of a single text file, the end does. `force` replaces a corpus that is in `out` already; without it a
+    contents; of a single text file, the end does. With `share=(2, 3)` the second of three machines does its third of
+    the work, and `out` is for `merge_shares`. `force` replaces a corpus that is in `out` already; without it a
     different one is refused. Anything else in `out` is never replaced.
     """
     options = options or SourceOptions()
-    shares = SplitShares(valid, test)
-    target = Path(out)
+    check_shares(valid, test)
+    number, machines = share
+    if not 1 <= number <= machines:
+        raise ValueError(f"part {number}/{machines}: parts are counted from 1/{machines} to {machines}/{machines}")
     spans = find_spans(list(sources), options, {"valid": valid, "test": test})
-    request = _request(options, shares, tokenizer, spans)
-    work = target.with_name(target.name + ".preparing")
-    _refuse_sources_in((target, work), spans)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(work), explained_full_disk(work, "finished parts are kept and it continues after them"):
-        there = _already_there(target, request, spans, force)
-        if there is None:
-            parts = make_parts(spans, options.span_bytes)
-            _open_work(work, request, parts, tokenizer)
-            _write_parts(parts, work, tokenizer, workers or usable_cores(), progress or (lambda done, total: None))
-            there = _finish(parts, work, target, tokenizer, shares, {"sources": list(sources), "request": request})
-        shutil.rmtree(work, ignore_errors=os.name == "nt")  # where the lock, still open, cannot be removed
-    return there
+    parts = make_parts(spans, options.span_bytes)
+    asked = {
+        "format": SHARE_FORMAT,
+        "version": VERSION,
+        "sources": list(sources),
+        "request": _request(options, valid, test, tokenizer, spans),
+        "held_out": [valid, test],
+        "parts": len(parts),
+        "share": list(share),
+    }
+    with _workshop(Path(out), spans) as work:
+        there = _already_there(Path(out), asked, spans, force)
+        if there is not None:
+            return there
+        mine = parts[number - 1 :: machines]
+        made = _open_share(work, asked, mine, tokenizer)
+        _write_parts(mine, made, tokenizer, workers or usable_cores(), progress or (lambda done, total: None))
+        if machines == 1:
+            return _merge([str(made)], work, Path(out))
+        sealed = read_manifest(made, SHARE_FORMAT)
+        _put_in_place(made, Path(out), work)
+        return sealed
+
+
+def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
+    """Make a corpus of the shares that `prepare` made on several machines: folders or URLs, in any order."""
+    found = [(share, _read_share(share)) for share in shares]
+    if not found:
+        raise ValueError("name the folders that gss prepare --part made")
+    found.sort(key=lambda pair: pair[1]["share"])
+    first, machines = found[0][1], found[0][1]["share"][1]
+    for share, asked in found:
+        if any(asked[key] != first[key] for key in ("request", "parts", "held_out")):
+            raise ValueError(
+                f"{share} and {found[0][0]} are not parts of one corpus: their sources, options or vocabularies differ"
+            )
+    given = [asked["share"] for _, asked in found]
+    if given != [[number, machines] for number in range(1, machines + 1)]:
+        names = ", ".join(f"{number}/{of}" for number, of in given)
+        raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
+    with _workshop(Path(out), []) as work:
+        there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
+        return there or _merge([share for share, _ in found], work, Path(out))
+
+
+def _read_share(share: str) -> dict[str, Any]:
+    """What a share was asked to be; anyone can write one."""
+    asked = read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content
+    try:
+        (number, machines), (valid, test), parts = asked["share"], asked["held_out"], asked["parts"]
+        check_shares(valid, test)
+        if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{share} does not describe a part of a corpus: prepare it anew, with --force") from None
+    return asked
 
 
 def usable_cores() -> int:
@@ -83,32 +133,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _request(options: SourceOptions, shares: SplitShares, tokenizer: Tokenizer, spans: list[Span]) -> str:
+def _request(options: SourceOptions, valid: float, test: float, tokenizer: Tokenizer, spans: list[Span]) -> str:
     """The identity of what is asked for: the same request gives the same corpus."""
     asked: dict[str, Any] = {
         "version": VERSION,
         "splits": options.splits,
-        "shares": asdict(shares),
+        "shares": {"valid": valid, "test": test},
         "tokenizer": tokenizer.hash,
         "pieces": [(s.kind, s.name, s.size, s.split, s.start, s.stop, s.field) for s in spans],
     }
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _refuse_sources_in(folders: Sequence[Path], spans: list[Span]) -> None:
-    """Refuse to write where a source lies: what is there is cleared away in the end."""
-    paths = {Path(span.path) for span in spans}
-    parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
-    # A link counts where it lies and where it leads.
-    places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
-    for folder in folders:
-        resolved = folder.resolve()
-        if any(place.is_relative_to(resolved) for place in places):
-            raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
-
-
-def _already_there(target: Path, request: str, spans: list[Span], force: bool) -> Manifest | None:
-    """The corpus in `target` if it is the one asked for; None where one may be written.
+def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force: bool) -> Manifest | None:
+    """The corpus or share in `target` if it is the one asked for; None where one may be written.
 
     Sources count by their names and sizes. Whether they hold what they held is not read; newer ones get a warning.
     """
@@ -120,8 +158,8 @@ def _already_there(target: Path, request: str, spans: list[Span], force: bool) -
         raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out, or remove it yourself")
     if force:
         return None
-    found = read_manifest(target)
-    if found.content["request"] != request:
+    found = read_manifest(target, None)
+    if (found.content["request"], found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
         raise ValueError(
             f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
         )
@@ -135,9 +173,21 @@ def _already_there(target: Path, request: str, spans: list[Span], force: bool) -
 
 
 @contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Hold the work folder for this process alone."""
-    work.mkdir(exist_ok=True)
+def _workshop(target: Path, spans: list[Span]) -> Iterator[Path]:
+    """The folder beside the target where the work is done, for this process alone; gone when all went well.
+
+    Refuses to work where a source lies: what is there is cleared away in the end.
+    """
+    work = target.with_name(target.name + ".preparing")
+    paths = {Path(span.path) for span in spans if not is_url(span.path)}
+    parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
+    # A link counts where it lies and where it leads.
+    places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
+    for folder in (target, work):
+        resolved = folder.resolve()
+        if any(place.is_relative_to(resolved) for place in places):
+            raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
+    work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as held:
         try:
             lock(held)
@@ -146,68 +196,66 @@ def _locked(work: Path) -> Iterator[None]:
                 f"another gss prepare is at work in {work}: wait for it, or choose another --out"
             ) from error
         try:
-            yield
+            with explained_full_disk(work, "finished parts are kept and it continues after them"):
+                yield work
+                shutil.rmtree(work, ignore_errors=os.name == "nt")  # where the lock, still open, cannot be removed
         finally:
             if work.is_dir() and [path.name for path in work.iterdir()] == ["lock"]:
                 shutil.rmtree(work)
 
 
-def _open_work(work: Path, request: str, parts: list[CorpusPart], tokenizer: Tokenizer) -> None:
-    """Keep the parts of an interrupted run of the very same plan; clear away everything else."""
-    stamps = [(span.path, span.stamp) for part in parts for span in part.spans]
-    shape = [len(part.spans) for part in parts]
-    plan = hashlib.sha256(json.dumps([request, stamps, shape]).encode()).hexdigest()
-    plan_file = work / "plan"
-    same = plan_file.is_file() and plan_file.read_text() == plan
-    wanted = {part.name for part in parts} | {"lock", "plan"}
-    for path in work.iterdir():
-        if path.name == "lock" or (same and path.name in wanted):
-            continue
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    tokenizer.save(work / TOKENIZER_FOLDER)
+def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer: Tokenizer) -> Path:
+    """The folder for the parts, with those that an interrupted run of the very same plan has made, and nothing else."""
+    folder, plan_file = work / "share", work / "plan"
+    stamps = [[(span.path, span.stamp) for span in spans] for _, spans in parts]
+    plan = hashlib.sha256(json.dumps([asked, stamps]).encode()).hexdigest()
+    wanted = {"lock", "share"}
+    if plan_file.is_file() and plan_file.read_text() == plan:
+        wanted |= {"plan", *(part_name(number) for number, _ in parts)}
+    for path in [*work.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
+        if path.name not in wanted:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tokenizer.save(folder / TOKENIZER_FOLDER)
+    write_manifest(folder, asked)
     write_file(plan_file, plan)
+    return folder
 
 
-# Each worker process loads the vocabulary once, and keeps it here.
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(tokenizer_folder: str) -> None:
-    global _worker_tokenizer
+@cache
+def _worker_tokenizer(folder: Path) -> Tokenizer:
+    """The vocabulary of a worker process, loaded once; from then on the process ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_tokenizer = load_tokenizer(tokenizer_folder)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait_for_sentinel([parent.sentinel])
-    os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
+
+    def watch() -> None:
+        wait_for_sentinel([parent.sentinel])
+        os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
+
+    threading.Thread(target=watch, daemon=True).start()
+    return load_tokenizer(folder)
 
 
-def _work_on(part: CorpusPart, work: Path) -> int:
-    assert _worker_tokenizer is not None
-    write_part(part, work, _worker_tokenizer)
-    return part.size
+def _work_on(part: Part, folder: Path) -> int:
+    write_part(part, folder, _worker_tokenizer(folder / TOKENIZER_FOLDER))
+    return part_size(part)
 
 
-def _write_parts(parts: list[CorpusPart], work: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
-    total = sum(part.size for part in parts)
-    waiting = [part for part in parts if not (work / part.name).is_dir()]
-    done = total - sum(part.size for part in waiting)
+def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
+    total = sum(map(part_size, parts))
+    waiting = [part for part in parts if not (folder / part_name(part[0])).is_dir()]
+    done = total - sum(map(part_size, waiting))
     report(done, total)
     if workers == 1 or len(waiting) <= 1:
         for part in waiting:
-            write_part(part, work, tokenizer)
-            done += part.size
+            write_part(part, folder, tokenizer)
+            done += part_size(part)
             report(done, total)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
-    folder = str(work / TOKENIZER_FOLDER)
-    with ProcessPoolExecutor(min(workers, len(waiting)), context, _start_worker, (folder,)) as pool:
+    with ProcessPoolExecutor(min(workers, len(waiting)), context) as pool:
         try:
-            for future in as_completed([pool.submit(_work_on, part, work) for part in waiting]):
+            for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 done += future.result()
                 report(done, total)
         except BrokenProcessPool as error:
@@ -219,38 +267,41 @@ def _write_parts(parts: list[CorpusPart], work: Path, tokenizer: Tokenizer, work
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finish(
-    parts: list[CorpusPart], work: Path, target: Path, tokenizer: Tokenizer, shares: SplitShares, asked: dict[str, Any]
-) -> Manifest:
-    """Merge the parts into a folder aside, seal it and rename it into place."""
-    result = work / "result"
+def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
+    """Merge the parts of all shares into a folder aside, seal it and put it in place."""
+    asked = _read_share(shares[0])
+    result, vocabulary = work / "result", Path(shares[0], TOKENIZER_FOLDER)
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
+    if is_url(shares[0]):
+        files, root = file_system(shares[0])
+        vocabulary = result / TOKENIZER_FOLDER
+        files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
+    tokenizer = load_tokenizer(vocabulary)
     tokenizer.save(result / TOKENIZER_FOLDER)
-    folders = [work / part.name for part in parts]
-    splits, left_out = merge_parts(folders, work / "table", result, tokenizer.vocab_size, shares)
+    parts = [f"{shares[number % len(shares)]}/{part_name(number)}" for number in range(asked["parts"])]
+    splits, left_out = merge_parts(parts, work / "table", result, tokenizer.vocab_size, *asked["held_out"])
     if not splits:
         reasons = ", ".join(f"{entry['documents']} {reason}" for reason, entry in left_out.items())
         shutil.rmtree(work)
         raise ValueError(f"no document could be used ({reasons or 'there was none'}): nothing was written")
+    facts = {name: getattr(tokenizer, name) for name in ("kind", "vocab_size", "eos_id")}
     content = {
         "format": FORMAT,
         "version": VERSION,
         "sources": asked["sources"],
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "losses": list(tokenizer.losses),
-            "hash": tokenizer.hash,
-        },
+        "tokenizer": {**facts, "losses": list(tokenizer.losses), "hash": tokenizer.hash},
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "splits": splits,
         "left_out": left_out,
         "request": asked["request"],
     }
     sealed = write_manifest(result, content)
+    _put_in_place(result, target, work)
+    return sealed
+
+
+def _put_in_place(result: Path, target: Path, work: Path) -> None:
     if target.exists():
         os.rename(target, work / "replaced")
     os.rename(result, target)
-    return sealed

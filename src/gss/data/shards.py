@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gss.data.formats import is_url, open_file
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
-from gss.io.files import write_file
+from gss.io.files import read_whole, write_file
 
-FORMAT, VERSION = "gss-data", 1
+FORMAT, SHARE_FORMAT, VERSION = "gss-data", "gss-data-share", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
 SPLITS = ("train", "valid", "test")
 DTYPES = ("uint16", "uint32")  # of tokens
@@ -66,29 +67,49 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     return sealed
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a prepared corpus; ValueError for anything that is not one, whole and unaltered."""
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
+def _stored(path: str) -> bytes:
+    if not is_url(path):
+        return read_whole(Path(path))
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
+    """A sealed file, on a disk or at a URL; ValueError for anything that is not one of this form, whole, unaltered."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"{path}: format {content['format']!r} version {content['version']!r} is not ours")
-        stated = content.pop("hash")
+        content = json.loads(_stored(path))
+        found, version, stated = content["format"], content["version"], content.pop("hash")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
+    if (found, form) == (SHARE_FORMAT, FORMAT):
+        raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
+    if found not in ((FORMAT, SHARE_FORMAT) if form is None else (form,)) or version != VERSION:
+        raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
     if _hash(content) != stated:
         raise ValueError(
             f"{path} was altered after it was written (its hash differs): prepare the corpus anew, with --force"
         )
+    return Manifest(content, stated)
+
+
+def read_manifest(folder: str | os.PathLike[str], form: str | None = FORMAT) -> Manifest:
+    """The manifest of a prepared corpus, of a share of one, or (None) of either."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
+    manifest = read_sealed(str(path), form)
+    content = manifest.content
+    if content["format"] == SHARE_FORMAT:
+        return manifest
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if not _is_complete(content):
         raise ValueError(f"{path} does not describe a corpus: prepare it anew, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
-    return Manifest(content, stated)
+    return manifest
 
 
 def _is_complete(content: dict[str, Any]) -> bool:
@@ -187,8 +208,16 @@ class Dataset:
         if self.folder is None:
             yield from map(str, range(len(self)))
             return
-        with open(self.folder / f"{self.split}.names", encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+        path, count = self.folder / f"{self.split}.names", 0
+        try:
+            with open(path, encoding="utf-8") as lines:
+                for line in lines:
+                    yield str(json.loads(line))
+                    count += 1
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path} does not hold the documents' names: prepare the corpus anew") from None
+        if count != len(self):
+            raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus anew")
 
     def document(self, number: int) -> Document:
         """A document by its number."""
@@ -198,9 +227,10 @@ class Dataset:
 
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
-        return map(self._document, range(len(self)), self.names())
+        return (self._document(number, name) for number, name in zip(range(len(self)), self.names(), strict=True))
 
     def _document(self, number: int, name: str) -> Document:
+        self.check_file()
         ids = self.tokens[self.starts[number] : self.ends[number]]
         return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
 
@@ -241,7 +271,8 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
     columns = dict(zip(COLUMNS, index, strict=True))
     ends = columns["ends"]
-    if not len(ends) or ends[0] < 1 or ends[-1] != len(tokens) or bool((ends[1:] <= ends[:-1]).any()):
+    orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
+    if not orderly or (index[1:3] < 0).any():
         raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus anew")
     if verify:
         for low in range(0, len(tokens), 1 << 24):

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gss.io.files import write_file
+from gss.io.files import read_whole, write_file, write_json
 
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
-FILES = {"bytes": None, "tokenizer.json": "tokenizer.json", "sentencepiece": "tokenizer.model"}  # by kind
 MAX_VOCABULARY = 1 << 24  # ids; what counts them has a number for each, and no vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -52,23 +51,27 @@ class Tokenizer:
     """A vocabulary: what all kinds share, and what the rest of the library asks of one."""
 
     kind: str
+    file_name: str | None = None  # of the vocabulary's own file inside its folder
     vocab_size: int
-    eos: str | None  # the name of the end-of-document token, where the kind has names
+    eos: str | None = None  # the name of the end-of-document token, where the kind has names
     eos_id: int
-    content: bytes  # of its file
-    hash: str
-    losses: tuple[str, ...]  # what does not survive encode and decode, in words; empty when lossless
 
-    def _finish(self) -> None:
-        """Find the hash, and by trying, the losses."""
+    def __init__(self, content: bytes = b"", eos: str | None = None, where: str = "the vocabulary") -> None:
+        """Open the file's content; find the hash, and by trying, what does not survive encode and decode, in words."""
+        self.content = content
+        self._open(eos, where)
         if self.vocab_size > MAX_VOCABULARY:
             raise ValueError(f"a vocabulary of {self.vocab_size} ids is larger than {MAX_VOCABULARY}, the most we take")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"end-of-document id {self.eos_id} is outside the vocabulary of {self.vocab_size} ids")
-        self.hash = _hash(self.kind, self.vocab_size, self.eos_id, self.content)
+        self.hash = _hash(self.kind, self.vocab_size, self.eos_id, content)
         self.losses = tuple(
             what for what, texts in PROBES if any(self.decode(self.encode(text)) != text for text in texts)
         )
+
+    def _open(self, eos: str | None, where: str) -> None:
+        """Find the size and the end-of-document token."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> Ids:
         """The ids of a text, without any special token."""
@@ -83,11 +86,6 @@ class Tokenizer:
         raise NotImplementedError
 
     @property
-    def file_name(self) -> str | None:
-        """The vocabulary's own file inside its folder."""
-        return FILES[self.kind]
-
-    @property
     def lossless(self) -> bool:
         """Whether decode(encode(text)) == text for every text."""
         return not self.losses
@@ -96,20 +94,19 @@ class Tokenizer:
         """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        description = {name: getattr(self, name) for name in ("kind", "vocab_size", "eos", "eos_id", "hash")}
-        description = {"kind": self.kind, "file": self.file_name, **description}
+        description = {name: getattr(self, name) for name in ("vocab_size", "eos", "eos_id", "hash")}
         if self.file_name is not None:
             write_file(target / self.file_name, self.content)
-        write_file(target / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        write_json(target / DESCRIPTION, {"kind": self.kind, "file": self.file_name, **description})
 
 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255 and 256 for the end of a document: lossless for every text."""
 
-    def __init__(self) -> None:
-        self.kind, self.content = "bytes", b""
-        self.vocab_size, self.eos, self.eos_id = 257, None, 256
-        self._finish()
+    kind, vocab_size, eos_id = "bytes", 257, 256
+
+    def _open(self, eos: str | None, where: str) -> None:
+        _require_end(eos, None, where)
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
@@ -123,12 +120,13 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A `tokenizer.json` as the tokenizers library writes it."""
 
-    def __init__(self, content: bytes, eos: str | None = None, where: str = "tokenizer.json") -> None:
+    kind = file_name = "tokenizer.json"
+
+    def _open(self, eos: str | None, where: str) -> None:
         import tokenizers
 
-        self.kind, self.content = "tokenizer.json", content
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{where} is not a tokenizer.json that the tokenizers library reads: {error}") from error
         if getattr(self._tokenizer.model, "dropout", None):
@@ -139,14 +137,10 @@ class JsonTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
         name = eos or next((name for name in END_NAMES if name in vocabulary), None)
-        if name is None or name not in vocabulary:
-            raise ValueError(
-                f"{where} has no token {name!r} to end a document with; name one of its tokens with --eos"
-                if name
-                else f"{where} has no end-of-document token among {', '.join(END_NAMES)}; name one with --eos"
-            )
+        if name not in vocabulary:
+            names = eos or ", ".join(END_NAMES)
+            raise ValueError(f"{where} has no end-of-document token among {names}; name one of its tokens with --eos")
         self.eos, self.eos_id = name, vocabulary[name]
-        self._finish()
 
     def encode(self, text: str) -> Ids:
         return self.encode_many([text])[0]
@@ -163,12 +157,13 @@ class JsonTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model`: T5's, or one of ours."""
 
-    def __init__(self, content: bytes, eos: str | None = None, where: str = "the .model file") -> None:
+    kind, file_name = "sentencepiece", "tokenizer.model"
+
+    def _open(self, eos: str | None, where: str) -> None:
         import sentencepiece
 
-        self.kind, self.content = "sentencepiece", content
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.content)
             self.vocab_size = int(self._processor.vocab_size())
         except Exception as error:  # the library raises RuntimeError or OSError by version
             raise ValueError(f"{where} is not a SentencePiece model: {error}") from error
@@ -176,29 +171,19 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0 or (eos and self._processor.id_to_piece(self.eos_id) != eos):
             raise ValueError(f"{where} has no end-of-document piece {eos or '(eos)'!r}; name one with --eos")
         self.eos = str(self._processor.id_to_piece(self.eos_id))
-        self._mark_bytes = self._bytes_of_the_mark()
-        self._finish()
-
-    def _bytes_of_the_mark(self) -> list[int] | None:
-        """The byte pieces that spell the space mark itself, where the vocabulary has byte fallback."""
-        names = [f"<0x{byte:02X}>" for byte in SPACE_MARK.encode()]
-        ids = [int(self._processor.piece_to_id(name)) for name in names]
-        known = all(self._processor.id_to_piece(i) == name for i, name in zip(ids, names, strict=True))
-        return ids if known and all(self._processor.is_byte(i) for i in ids) else None
+        # The byte pieces that spell the space mark itself, where the vocabulary has byte fallback.
+        self._mark_bytes = [int(self._processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
+        self._spells_mark = all(map(self._processor.is_byte, self._mark_bytes))
 
     def encode(self, text: str) -> Ids:
-        if self._mark_bytes is None or SPACE_MARK not in text:
+        if not self._spells_mark or SPACE_MARK not in text:
             return _array(self._processor.encode(text))
         # The library reads a literal space mark as a space; spelled in bytes it survives the round trip.
-        ids: list[int] = []
-        for number, part in enumerate(text.split(SPACE_MARK)):
-            if number:
-                ids += self._mark_bytes
-            ids += self._processor.encode(part)
-        return _array(ids)
+        first, *others = map(self._processor.encode, text.split(SPACE_MARK))
+        return _array([*first, *(i for part in others for i in (*self._mark_bytes, *part))])
 
     def encode_many(self, texts: list[str]) -> list[Ids]:
-        if self._mark_bytes is not None and any(SPACE_MARK in text for text in texts):
+        if any(SPACE_MARK in text for text in texts):
             return [self.encode(text) for text in texts]
         return [_array(ids) for ids in self._processor.encode(texts, num_threads=1)]
 
@@ -207,14 +192,18 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
 
 
+_KINDS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (ByteTokenizer, JsonTokenizer, SentencePieceTokenizer)
+}
+
+
 def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Tokenizer:
     """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked).
 
     `eos` names the token that ends a document, where the vocabulary leaves a choice.
     """
     if str(spec) in ("bytes", "byte"):
-        _require_end(eos, None, "the vocabulary of bytes")
-        return ByteTokenizer()
+        return ByteTokenizer(b"", eos, "the vocabulary of bytes")
     path = Path(spec)
     if path.is_dir():
         return _load_folder(path, eos)
@@ -222,11 +211,10 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
         raise ValueError(
             f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a SentencePiece .model or a folder made by gss"
         )
-    if path.suffix == ".json":
-        return JsonTokenizer(path.read_bytes(), eos, str(path))
-    if path.suffix == ".model":
-        return SentencePieceTokenizer(path.read_bytes(), eos, str(path))
-    raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
+    kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
+    if path.suffix not in kinds:
+        raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
+    return kinds[path.suffix](read_whole(path), eos, str(path))
 
 
 def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
@@ -236,35 +224,31 @@ def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
 
 
 def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
-    description_path = folder / DESCRIPTION
-    if not description_path.is_file():
+    path = folder / DESCRIPTION
+    if not path.is_file():
         for name in ("tokenizer.json", "tokenizer.model"):
             if (folder / name).is_file():
                 return load_tokenizer(folder / name, wanted_eos)
         raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
-        description = json.loads(description_path.read_text(encoding="utf-8"))
-        kind, file_name, eos = description["kind"], description["file"], description["eos"]
-        stated = str(description["hash"])
-        if FILES.get(kind, "") != file_name or (file_name and not (folder / file_name).is_file()):
-            raise ValueError(f"{description_path} names a file that is not the vocabulary's own: restore it")
-        content = (folder / file_name).read_bytes() if file_name else b""
-        found = _hash(kind, description["vocab_size"], description["eos_id"], content)
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{description_path} does not describe a vocabulary ({error}): restore it") from error
+        description = json.loads(read_whole(path))
+        kind, stated = _KINDS[description["kind"]], str(description["hash"])
+        size, eos, eos_id, file_name = (description[key] for key in ("vocab_size", "eos", "eos_id", "file"))
+        if not isinstance(eos, str | None):
+            raise TypeError(f"{eos!r} names no token")
+    except (KeyError, TypeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} does not describe a vocabulary ({error}): restore it") from error
+    if file_name != kind.file_name or (file_name and not (folder / file_name).is_file()):
+        raise ValueError(f"{path} names a file that is not the vocabulary's own: restore it")
+    content = read_whole(folder / file_name) if file_name else b""
+    found = _hash(kind.kind, size, eos_id, content)
     if found != stated:
         raise ValueError(
             f"the vocabulary in {folder} is not the one its description names "
             f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare anew"
         )
     _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
-    if kind == "bytes":
-        return ByteTokenizer()
-    if kind == "tokenizer.json":
-        return JsonTokenizer(content, eos, str(folder / file_name))
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer(content, eos, str(folder / file_name))
-    raise ValueError(f"{description_path}: unknown kind of vocabulary {kind!r}")
+    return kind(content, eos, str(folder / (file_name or "")))
 
 
 def require_same(tokenizer: Tokenizer, expected_hash: str, whose: str) -> None:

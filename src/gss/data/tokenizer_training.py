@@ -1,13 +1,12 @@
 """Training SentencePiece vocabularies that lose nothing: any text comes back as it was.
 
-Text is sampled from sources into a temporary file, and the library trains in a process of its own whose log shows
+Text is sampled from sources into a temporary file, and the library trains in a process of its own whose messages show
 its progress. Spaces, newlines and tabs are pieces like others and bytes stand in for rare characters. Knows nothing of
 splits: held-out text should not be among the sources.
 """
 
-import hashlib
+import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -15,14 +14,15 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
 
-from gss.data.chunks import Chunk, Skip
-from gss.data.formats import read_span
+from gss.data.chunks import Skip
+from gss.data.formats import Span, read_span
 from gss.data.preparation import usable_cores
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import DESCRIPTION, SPACE_MARK, SentencePieceTokenizer, load_tokenizer
@@ -106,14 +106,10 @@ def train_tokenizer(
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the work as an exception does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
         yield
         return
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -121,126 +117,77 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
-    """Lines of the sources' text, taken evenly from all of it where there is more than wanted.
+    """Lines of the sources' text, one in so many of all: whenever there are too many, every second one goes.
 
-    A corpus's own held-out splits are left out; where splits go by hash, a few held-out documents are read.
+    How much text there will be need not be known, as it is not of compressed sources. Each line is taken once: the
+    trainer takes for ever over text with repeated passages. A corpus's own held-out splits are left out; where splits
+    go by hash, a few held-out documents are read.
     """
     spans = [span for span in find_spans(list(sources), options) if span.split in (None, "train")]
-    total = sum(span.size for span in spans)
-    read = 0
-    with open(path, "wb") as file:
-        sample = _Sample(file, max_bytes)
-        for span in spans:
-            try:
-                for document in read_span(span):
-                    for line in _document_lines(document.chunks):
-                        sample.offer(line)
-            except Skip:
-                pass  # unusable for training, too; prepare counts and names it
-            read += span.size
-            report("reading", read / max(1, total))
-    if not sample.size:
+    total = max(1, sum(span.size for span in spans))
+    taken: dict[bytes, None] = {}
+    offered = size = read = 0
+    keep_one_in = 1
+    for span in spans:
+        for line in _span_lines(span):
+            offered += 1
+            if offered % keep_one_in or line in taken:
+                continue
+            taken[line] = None
+            size += len(line)
+            while size > max_bytes:
+                taken = dict.fromkeys(islice(taken, 1, None, 2))
+                size, keep_one_in = sum(map(len, taken)), 2 * keep_one_in
+        read += span.size
+        report("reading", read / total)
+    if not taken:
         raise ValueError(f"no text to train on in {', '.join(sources)}, or no line within {max_bytes} bytes")
+    path.write_bytes(b"".join(taken))
 
 
-class _Sample:
-    """A file of lines, one in so many of all that are offered: whenever it is too large, every second one goes.
+def _span_lines(span: Span) -> Iterator[bytes]:
+    """What the trainer can take of a text: lines without tabs, not too long, without its reserved characters.
 
-    Each line is taken once: the trainer takes for ever over text with repeated passages. How much text there will be
-    need not be known, as it is not of compressed sources. More text than `max_bytes` fills the file at least by half.
+    What cannot be used is left out without a word; prepare counts and names it.
     """
-
-    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
-        self._file, self._max_bytes = file, max_bytes
-        self._offered, self._keep_one_in = 0, 1
-        self._taken: set[bytes] = set()  # digests of the lines in the file
-        self.size = 0  # bytes
-
-    def offer(self, line: str) -> None:
-        """Take the line if it is its turn."""
-        self._offered += 1
-        if self._offered % self._keep_one_in:
-            return
-        data = line.encode("utf-8") + b"\n"
-        digest = _line_digest(data)
-        if digest not in self._taken:
-            self._taken.add(digest)
-            self.size += self._file.write(data)
-            while self.size > self._max_bytes:
-                self._thin()
-
-    def _thin(self) -> None:
-        self._keep_one_in *= 2
-        self._file.flush()
-        with open(self._file.name, "rb") as lines:
-            self._file.seek(0)  # what is written back stays behind what was read
-            self._taken.clear()
-            for line in islice(lines, 1, None, 2):
-                self._taken.add(_line_digest(line))
-                self._file.write(line)
-            self.size = self._file.truncate()
-
-
-def _line_digest(line: bytes) -> bytes:
-    return hashlib.blake2b(line, digest_size=8).digest()
-
-
-def _document_lines(chunks: Iterable[Chunk]) -> Iterator[str]:
-    """What the trainer can take of a document: lines without tabs, not too long, without its reserved characters."""
-    try:
-        for chunk in chunks:
-            for line in re.split(r"[\n\t]", chunk.text()):
-                for start in range(0, len(line), _LINE // 4):
-                    part = line[start : start + _LINE // 4]
-                    if part.strip() and SPACE_MARK not in part and "\0" not in part:
-                        yield part
-    except Skip:
-        return
+    with suppress(Skip):
+        for document in read_span(span):
+            with suppress(Skip):
+                for line in (line for chunk in document.chunks for line in re.split(r"[\n\t]", chunk.text())):
+                    for start in range(0, len(line), _LINE // 4):
+                        part = line[start : start + _LINE // 4]
+                        if part.strip() and SPACE_MARK not in part and "\0" not in part:
+                            yield part.encode("utf-8") + b"\n"
 
 
 def _train_apart(arguments: dict[str, Any], vocab_size: int, work: Path, report: Progress) -> None:
-    """Run the trainer in a process whose standard error goes to a file that is watched for progress."""
-    log = work / "log.txt"
-    process = multiprocessing.get_context("spawn").Process(target=_train, args=(arguments, str(work)), daemon=True)
+    """Run the trainer in a process of its own, whose messages tell how far it is."""
+    code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.load(sys.stdin))"
     report("training", 0.0)
-    process.start()
-    share = 0.0
+    command = [sys.executable, "-c", code]
+    process = Popen(command, cwd=work, encoding="utf-8", errors="replace", stdin=PIPE, stderr=PIPE, stdout=DEVNULL)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    reason, share, first = "no reason given", 0.0, 0
     try:
-        while process.is_alive():
-            process.join(timeout=0.2)
-            share = max(share, _share_done(log, vocab_size))
-            report("training", share)
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(arguments))
+        for message in process.stderr:
+            # unigram shrinks a large vocabulary to the wanted size, bpe grows a small one
+            if found := re.search(r"EM sub_iter=\d+ size=(\d+)", message):
+                first = first or max(vocab_size + 1, int(found.group(1)))
+                share = math.log(first / max(vocab_size, int(found.group(1)))) / math.log(first / vocab_size)
+            elif found := re.search(r"Added: freq=\d+ size=(\d+)", message):
+                share = int(found.group(1)) / vocab_size
+            elif "rror" in message or "high" in message:
+                reason = message.strip()
+            elif share < 0.05:  # before that, each message is a little progress
+                share += 0.001
+            report("training", min(0.99, share))
+        process.wait()
     finally:
         process.kill()
-        process.join()
-    if process.exitcode:
-        last = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line or "high" in line]
-        raise ValueError(f"SentencePiece could not train this vocabulary: {(last or ['no reason given'])[-1].strip()}")
+        process.wait()
+    if process.returncode:
+        raise ValueError(f"SentencePiece could not train this vocabulary: {reason}")
     report("training", 1.0)
-
-
-def _train(arguments: dict[str, Any], work: str) -> None:
-    os.chdir(work)
-    descriptor = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 2)
-    import sentencepiece
-
-    try:
-        sentencepiece.SentencePieceTrainer.train(**arguments)
-    except Exception as error:  # told to the parent through the log
-        os.write(2, f"\nError: {error}\n".encode())
-        os._exit(1)
-
-
-def _share_done(log: Path, vocab_size: int) -> float:
-    """How far training is: unigram shrinks a large vocabulary to the wanted size, bpe grows a small one."""
-    if not log.is_file():
-        return 0.0
-    text = log.read_text(errors="replace")
-    shrinking = [int(size) for size in re.findall(r"EM sub_iter=\d+ size=(\d+)", text)]
-    if shrinking and shrinking[0] > vocab_size:
-        wanted = math.log(shrinking[0] / vocab_size)
-        return min(0.99, math.log(shrinking[0] / max(vocab_size, shrinking[-1])) / wanted)
-    grown = re.findall(r"Added: freq=\d+ size=(\d+)", text)
-    # Before that, each message is a little progress.
-    return min(0.99, int(grown[-1]) / vocab_size) if grown else min(0.05, text.count("\n") / 1000)

@@ -26,6 +26,7 @@ from gss.decode.prefix_cache import PrefixCache
 from gss.decode.request import Finish, Output, Request, Score
 from gss.decode.sampler import Draw, Sampler, Settings
 from gss.model import LanguageModel
+from gss.nn.decoding import without_gaps
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 
@@ -157,7 +158,10 @@ class Engine:
     def prefill(self) -> list[Output]:
         """Read a piece of the prompts that have been admitted; the first tokens of those that are done."""
         with running(self.model, self.precision):
-            return list(self._begin(self.prompts.round()))
+            read = self.prompts.round()
+            # States that grow differ in length: joined, each would be as long as the longest.
+            together = [read] if self.prompts.bounded else [[prompt] for prompt in read]
+            return [output for prompts in together for output in self._begin(prompts)]
 
     @torch.no_grad()
     def step(self) -> list[Output]:
@@ -220,18 +224,13 @@ class Engine:
             self._running += [rows[place] for place in going]
 
     def _leave(self, leaving: Iterable[_Row]) -> None:
-        """Take rows out of the batch; the last ones fill their places, which moves the fewest."""
+        """Take rows out of the batch."""
         gone = list(leaving)
         if not gone:
             return
         for row in gone:
             row.gone = True
-        order = list(range(len(self._running)))
-        for place in reversed(range(len(self._running))):
-            if self._running[place].gone:
-                last = order.pop()
-                if place < len(order):
-                    order[place] = last
+        order = without_gaps([row.gone for row in self._running])
         self.decoder.keep(order)
         self._running = [self._running[place] for place in order]
         if not order:

@@ -19,6 +19,7 @@ from gss.decode.prefix_cache import Entry, PrefixCache, Tokens
 from gss.decode.request import Request, Score
 from gss.decode.sampler import score
 from gss.model import LanguageModel
+from gss.nn.context import Context, shared_pieces
 from gss.nn.state import ModelState
 
 # States cached of one prompt, its end not counted: enough to share prefixes, few enough to leave room for others'.
@@ -29,24 +30,28 @@ _LOGIT_ELEMENTS = 1 << 22
 
 @torch.no_grad()
 def read(
-    model: LanguageModel, tokens: Tensor, state: ModelState | None = None, piece: int | None = None
+    model: LanguageModel,
+    tokens: Tensor,
+    state: ModelState | None = None,
+    piece: int | None = None,
+    context: Context | None = None,
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
 
     A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
-    all rows together, if that is more.
+    all rows together, if that is more. The ranks of a `context` read a piece each at the same time, and all have the
+    logits and the state in the end.
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
     model.check_tokens(tokens)
     if piece is None:
         piece = max(4096, 65_536 // tokens.shape[0]) if tokens.is_cuda else 4096
-    hidden = None
-    for part in tokens.split(piece, dim=1):
-        hidden, state = model.hidden(part, state)
-    assert hidden is not None
+    for first, length, sharing in shared_pieces(tokens.shape[1], piece, context):
+        hidden, state = model.hidden(tokens[:, first : first + length], state, context=sharing)
+        last = sharing.gather(hidden[:, -1])[-1] if sharing else hidden[:, -1]
     assert state is not None
-    return model.logits(hidden[:, -1]), state
+    return model.logits(last), state
 
 
 @dataclass(eq=False)
@@ -91,6 +96,8 @@ class Prefill:
         self._model, self._cache, self._piece = model, cache, piece
         self._device = model.device
         self._state_bytes = model.initial_state(1).nbytes
+        self.bounded = model.bounded_state
+        """Whether states have one size, however much has been read."""
         self._waiting: deque[PartialPrompt] = deque()
         self.prompt_tokens = 0
         """Of all prompts that are done."""
@@ -156,13 +163,17 @@ class Prefill:
             prompt.leader[0].marks.add(best)
 
     def _side_by_side(self, unread: list[PartialPrompt]) -> Iterator[PartialPrompt]:
-        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all."""
+        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all.
+
+        Of states that grow, only those of one length: joined, each would be as long as the longest.
+        """
         first = unread[0]
         size = self._end(first) - first.at
         room = max(1, self._piece // size)
         for prompt in unread:
             alone = prompt.request.score_prompt or first.request.score_prompt
-            if room and self._end(prompt) - prompt.at == size and (prompt is first or not alone):
+            fits = self._end(prompt) - prompt.at == size and (self.bounded or _read(prompt) == _read(first))
+            if room and fits and (prompt is first or not alone):
                 room -= 1
                 yield prompt
 
@@ -206,6 +217,11 @@ class Prefill:
         for part, targets in zip(hidden[:-1].split(step), tokens[1:].split(step), strict=True):
             if len(targets):
                 prompt.scores += scored(self._model.logits(part), targets, top)
+
+
+def _read(prompt: PartialPrompt) -> int:
+    """Tokens that a prompt's state has read, those of the state that its request came with included."""
+    return 0 if prompt.state is None else int(prompt.state.position[0])
 
 
 def scored(logits: Tensor, tokens: Tensor, top: int) -> list[Score]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTraine
 
 from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
+from gss.io.files import read_json
 
 BYTE_EOS = "<|endoftext|>"
 """The name that id 256 of the byte vocabulary gets; it has none of its own."""
@@ -140,9 +141,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     """
     if (folder / VOCABULARY / DESCRIPTION).is_file():
         return load_tokenizer(folder / VOCABULARY)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    eos = settings.get("eos_token")
+    eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if (folder / "tokenizer.model").is_file():
         return load_tokenizer(folder / "tokenizer.model", eos)
@@ -156,5 +155,5 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 def _is_byte_level(path: Path) -> bool:
     """Whether a tokenizer.json is what the byte vocabulary becomes."""
     ours = json.loads(byte_level().to_str())
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     return all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens"))

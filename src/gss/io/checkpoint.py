@@ -23,7 +23,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gss.io.files import sync
+from gss.io.files import read_json, read_whole, remove, sync
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
@@ -55,7 +55,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
     final = folder / f"step-{step:08d}"
     aside = folder / f"{_ASIDE}{final.name}-{os.getpid()}"
     try:
-        _remove(aside)
+        remove(aside)
         aside.mkdir()
         for group, members in tensors.items():
             safetensors.torch.save_file(
@@ -77,7 +77,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
         sync(folder)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
-            _remove(aside)
+            remove(aside)
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
             f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make "
@@ -113,13 +113,25 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
 def load(path: Path, groups: Collection[str] | None = None, *, verified: bool = False) -> Checkpoint:
     """A checkpoint, or some groups of it, on the CPU; verified here unless it has been already."""
     manifest = _read_manifest(path) if verified else verify(path, groups)
-    tensors = {
-        name.removesuffix(".safetensors"): safetensors.torch.load_file(path / name)
-        for name in manifest["files"]
-        if name.endswith(".safetensors") and _wanted(name, groups)
-    }
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    try:
+        tensors = {
+            name.removesuffix(".safetensors"): safetensors.torch.load_file(path / name)
+            for name in manifest["files"]
+            if name.endswith(".safetensors") and _wanted(name, groups)
+        }
+        trainer = read_json(path / TRAINER)
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {error}") from None
     return Checkpoint(path, manifest["step"], tensors, trainer)
+
+
+def shapes(path: Path, group: str) -> dict[str, list[int]]:
+    """The shape of every tensor of a checkpoint's group by name, from the file's header alone."""
+    try:
+        with safetensors.safe_open(path / f"{group}.safetensors", "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {error}") from None
 
 
 def _wanted(name: str, groups: Collection[str] | None) -> bool:
@@ -162,7 +174,7 @@ def clean(folder: Path) -> None:
     if folder.is_dir():
         for path in folder.iterdir():
             if path.name.startswith(_ASIDE):
-                _remove(path)
+                remove(path)
 
 
 def step_of(path: Path) -> int:
@@ -176,14 +188,9 @@ def step_of(path: Path) -> int:
 def _retire(path: Path) -> None:
     """Delete a checkpoint so that it is never seen half-deleted under its name."""
     aside = path.with_name(f"{_ASIDE}{path.name}-{os.getpid()}-old")
-    _remove(aside)
+    remove(aside)
     path.rename(aside)
-    _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+    remove(aside)
 
 
 def _json(values: Any) -> bytes:
@@ -197,11 +204,12 @@ def _manifest(step: int, files: Mapping[str, Any]) -> bytes:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        written = (path / MANIFEST).read_bytes()
+        written = read_whole(path / MANIFEST)
         manifest: dict[str, Any] = json.loads(written)
         # Written again from what was read, it must be the same to the byte: no change anywhere goes unseen.
         intact = written == _manifest(manifest["step"], manifest["files"]) and manifest["step"] == step_of(path)
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        intact &= all({"size", "sha256"} <= facts.keys() for facts in manifest["files"].values())
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"the checkpoint {path} is damaged: its {MANIFEST} cannot be read ({error})"
         ) from None

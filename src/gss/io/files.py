@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+_LARGEST = 1 << 27  # bytes of a file that is read whole: settings, manifests and vocabularies are never near it
 _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -33,6 +34,7 @@ def written_file(path: str | Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` when all went well and is gone when not."""
     target = Path(path)
     aside = _aside(target)
+    aside.unlink(missing_ok=True)  # a link of that name, in a folder from elsewhere, would be followed
     try:
         yield aside
         sync(aside)
@@ -53,7 +55,7 @@ def written_folder(target: Path) -> Iterator[Path]:
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(target)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     aside.mkdir()
     try:
         with explained_full_disk(target, "nothing is left of it"):
@@ -80,13 +82,22 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
         ) from error
 
 
+def read_whole(path: Path) -> bytes:
+    """The contents of a file, which must be one, and not so large that reading it could be an attack."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file")
+    if (size := path.stat().st_size) > _LARGEST:
+        raise ValueError(f"{path} has {size:,} bytes, and a file of its kind at most {_LARGEST:,}")
+    return path.read_bytes()
+
+
 def read_json(path: Path, kind: type = dict) -> Any:
     """The JSON object (or list) in a file, or an empty one where there is no file."""
     if not path.is_file():
         return kind()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        values = json.loads(read_whole(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, kind):
         raise ValueError(f"{path} is not a JSON {'object' if kind is dict else kind.__name__}")
@@ -100,6 +111,14 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (never what it leads to) or a folder with all that is in it; nothing may be there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def sync(path: Path) -> None:

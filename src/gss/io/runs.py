@@ -26,6 +26,11 @@ from gss.model import LanguageModel, build_model
 from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
+# Of one sequence: a state many times as large as the weights is no model's.
+_STATE_BYTES = 1 << 28
+# Characters; rows of metrics are never near it.
+_LONGEST_ROW = 1 << 20
+
 
 def read_config(run: Path) -> dict[str, Any]:
     """What a run folder's config.json says, the model at least."""
@@ -53,24 +58,49 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         if not path.is_dir():
             raise ValueError(f"{run} has no checkpoint of step {step}: see {folder}")
         checkpoint.verify(path, [checkpoint.MODEL])
+    described = from_mapping(ModelConfig, config["model"])
+    if not _fits(described, checkpoint.shapes(path, checkpoint.MODEL)):
+        raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes")
     saved = checkpoint.load(path, [checkpoint.MODEL], verified=True)
-    model = build_model(from_mapping(ModelConfig, config["model"]))
-    try:
-        expect(model, saved.tensors[checkpoint.MODEL])
-        model.load_state_dict(saved.tensors[checkpoint.MODEL])
-    except (AttributeError, IndexError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes") from error
+    model = build_model(described)
+    expect(model, {name: tensor.shape for name, tensor in saved.tensors[checkpoint.MODEL].items()})
+    model.load_state_dict(saved.tensors[checkpoint.MODEL])
     return model.eval(), saved.step
 
 
+def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether weights of these shapes are a model's, found out before anything of the model's size is made.
+
+    A config may name any sizes; the header of the weights' file names those that are there. Sizes that no weight has,
+    such as a window's, show in the state.
+    """
+    blocks = config.recurrent.blocks if "feedback" in config.kinds else 1
+    if max(config.depth * blocks, config.dss_mixers if "dss" in config.kinds else 0) > len(shapes):
+        return False  # a layer without a weight
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+            expect(model, shapes)
+            state = model.initial_state(1).nbytes
+    except (AttributeError, RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
+        return False
+    found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return found == dict(shapes) and state <= max(_STATE_BYTES, 16 * weights)
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last one that a kill cut short is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    """The rows of a metrics file; one that is not a row, as when a kill cut it short, ends them."""
+    rows: list[dict[str, Any]] = []
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(_LONGEST_ROW):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                return rows
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                return rows
+            rows.append(row)
     return rows
 
 
@@ -106,5 +136,5 @@ def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelSta
     """
     try:
         return ModelState.from_named(load_file(Path(path))).to(device)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold a model's state: {error}") from None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gss.config import ModelConfig
+from gss.nn.context import across_ranks, by_recent
 from gss.nn.decode_plans import AttentionPlan
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
@@ -64,6 +65,12 @@ class TransformerBlock(SequenceLayer):
             queries, keys = rotated(projected[:, :, :2], position, self.rotary_base).unbind(2)
         return queries, keys, values
 
+    @property
+    def reach(self) -> int | None:
+        """Tokens that are kept for later ones; None: all."""
+        return self.chunk or self.sliding
+
+    @across_ranks(by_recent)
     @each_document_alone
     def attend(
         self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
@@ -85,11 +92,11 @@ class TransformerBlock(SequenceLayer):
         return attended, {"keys": keys.contiguous(), "values": values.contiguous(), "length": position + length}
 
     def state_slots(self) -> dict[str, Slot]:
-        cache = Slot((self.chunk or self.sliding, self.heads, self.head_width))
+        cache = Slot((self.reach, self.heads, self.head_width))
         return {"keys": cache, "values": cache, "length": Slot((), integer=True)}
 
     def mixing_flops(self, length: int) -> float:
-        most = min(self.chunk or self.sliding or length, length)
+        most = min(self.reach or length, length)
         keys = (most + 1) / 2  # that a token sees, on average
         if self.sliding:
             keys += (most - keys) * (length - most) / length  # later tokens see the whole window
@@ -99,9 +106,9 @@ class TransformerBlock(SequenceLayer):
         return None if self.sliding else AttentionPlan(self, state)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
-        from gss.nn.gpu_plans import ChunkPlan
+        from gss.nn import gpu_plans
 
-        return ChunkPlan(self) if ChunkPlan.fits(self) else None
+        return gpu_plans.AttentionPlan(self) if gpu_plans.AttentionPlan.fits(self) else None
 
     # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
     # keys and values of past and new tokens together, as far as later ones may need them.

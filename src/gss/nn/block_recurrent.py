@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gss.config import ModelConfig
+from gss.nn.context import across_ranks, in_turn
 from gss.nn.documents import each_document_alone
 from gss.nn.recurrent_cell import CellMemory, StateCell
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
@@ -104,6 +105,7 @@ class RecurrentStack(SequenceLayer):
         cell_total = windows * read + updates * (update + update_attention)
         return a_token + cell_total / length - (read + update) / vectors
 
+    @across_ranks(in_turn)
     @each_document_alone
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         windows = Windows(self.window, x.shape[1], state["length"] if state else None)

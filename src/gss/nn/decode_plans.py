@@ -6,6 +6,7 @@ leave between steps, and one that does costs about as much as it holds, whatever
 """
 
 import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gss.nn.decoding import Block
+from gss.nn.decoding import Block, without_gaps
 from gss.nn.quantized import packed_weight
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
 from gss.ops.products import MOST_ROWS, matrix, suits
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 # cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# Tokens for which a row of a cache has room at least.
+_LEAST_ROOM = 64
 
 
 class Rows:
@@ -262,81 +266,145 @@ class BlockedStateSpace(nn.Module):
             if not any(block.joined):
                 return final_state(signal, self._log_a, modes)
             ages = torch.tensor([block.read - joined for joined in block.joined], device=modes.device)
-            decay = transition(self._log_a * ages[:, None, None], modes.dtype)  # [B, G, N]
-            return final_state(signal, self._log_a, None) + decay * modes
+            carried = carried_state(modes, self._log_a * ages[:, None, None])
+            return final_state(signal, self._log_a, None) + carried
+
+
+class _Cache:
+    """Keys and values [B, h, room, d] of some of a decoder's rows."""
+
+    def __init__(self, rows: list[int], *buffers: Tensor) -> None:
+        self.rows = rows
+        self.buffers = [Rows(buffer) for buffer in buffers]
+
+    def add(self, rows: list[int], *buffers: Tensor) -> None:
+        """Put rows after those that are there."""
+        self.rows = self.rows + rows
+        for held, new in zip(self.buffers, buffers, strict=True):
+            held.add(new)
+
+    def keep(self, places: Mapping[int, int]) -> None:
+        """Go on with the rows that have a place from now on."""
+        order = without_gaps([row not in places for row in self.rows])
+        self.rows = [places[self.rows[slot]] for slot in order]
+        for held in self.buffers:
+            held.keep(order)
 
 
 class AttentionPlan:
-    """A Transformer block whose keys and values lie in buffers that are written in place."""
+    """A Transformer block whose keys and values lie in buffers that are written in place.
+
+    Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
+    is in proportion to its own length, whatever else is in the batch.
+    """
 
     def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
         self._layer, self._chunk = layer, layer.chunk
-        self._lengths: list[int] = state["length"].tolist()
-        self._device = state["length"].device
-        room = self._chunk or 2 * state["keys"].shape[1] + 64
-        self._caches = [Rows(_with_room(state[name].transpose(1, 2), room)) for name in ("keys", "values")]
+        self._device, self._lengths = state["length"].device, list[int]()
+        self._caches: dict[int, _Cache] = {}  # by the tokens for which they have room
+        self.join(state)
 
     def step(self, x: Tensor) -> Tensor:
         lengths = torch.tensor(self._lengths, device=self._device)
         projected = self._layer.positioned(self._layer.project(x), lengths)
-        tokens = zip(*(part.split(1, dim=1) for part in projected), strict=True)
-        attended = [self._attend(*token) for token in tokens]
+        attended = [self._attend_all(*token) for token in zip(*(t.split(1, dim=1) for t in projected), strict=True)]
         return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
 
     def ahead(self) -> int:
-        return self._chunk - self._lengths[0] % self._chunk if self._chunk else 1 << 30
+        return self._chunk - self._lengths[0] % self._chunk if self._chunk else sys.maxsize
 
     def rewind(self, count: int) -> None:
         self._lengths = [length - count for length in self._lengths]
 
+    def _attend_all(self, *projected: Tensor) -> Tensor:
+        """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
+        self._move_full()
+        together = [t.transpose(1, 2) for t in projected]  # [B, h, 1, d]
+        in_order = list(range(len(self._lengths)))
+        attended = torch.empty_like(together[0])
+        for cache in self._caches.values():
+            if cache.rows == in_order:
+                attended = self._attend(cache, *together)
+            else:
+                attended[cache.rows] = self._attend(cache, *(t[cache.rows] for t in together))
+        self._lengths = [length + 1 for length in self._lengths]
+        return attended.transpose(1, 2)
+
     def fold(self) -> None:
         pass
 
-    def _attend(self, *projected: Tensor) -> Tensor:
-        """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
-        query, key, value = (t.transpose(1, 2) for t in projected)  # [B, h, 1, d]
-        places = [length % self._chunk if self._chunk else length for length in self._lengths]
+    def _attend(self, cache: _Cache, query: Tensor, *new: Tensor) -> Tensor:
+        """Query, key and value of the rows of a cache → what they attend to, [B, h, 1, d] each."""
+        places = [self._lengths[row] % (self._chunk or sys.maxsize) for row in cache.rows]
         filled = max(places) + 1
-        self._widen(filled)
         visible = None
         if min(places) + 1 == filled:
-            for cache, new in zip(self._caches, (key, value), strict=True):
-                cache.tensor[:, :, filled - 1] = new[:, :, 0]
+            for held, token in zip(cache.buffers, new, strict=True):
+                held.tensor[:, :, filled - 1] = token[:, :, 0]
         else:
             index = torch.tensor(places, device=self._device)
             rows = torch.arange(len(places), device=self._device)
-            for cache, new in zip(self._caches, (key, value), strict=True):
-                cache.tensor[rows, :, index] = new[:, :, 0].to(cache.tensor)
+            for held, token in zip(cache.buffers, new, strict=True):
+                held.tensor[rows, :, index] = token[:, :, 0].to(held.tensor)
             visible = (torch.arange(filled, device=self._device) <= index.unsqueeze(1))[:, None, None]
-        self._lengths = [length + 1 for length in self._lengths]
-        keys, values = (cache.tensor[:, :, :filled].to(query.dtype) for cache in self._caches)
+        keys, values = (held.tensor[:, :, :filled].to(query.dtype) for held in cache.buffers)
         with sdpa_kernel(_ANY_LENGTH):
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
 
     def state(self) -> LayerState:
-        held = self._chunk or max(self._lengths, default=0)
-        keys, values = (cache.tensor[:, :, :held].transpose(1, 2).clone() for cache in self._caches)
-        return {"keys": keys, "values": values, "length": torch.tensor(self._lengths, device=self._device)}
+        if not self._lengths:
+            return {name: tensor[:0] for name, tensor in self._layer.initial_state(1).items()}
+        held = self._chunk or max(self._lengths)
+        shape = (len(self._lengths), held, self._layer.heads, self._layer.head_width)
+        state: LayerState = {"length": torch.tensor(self._lengths, device=self._device)}
+        for number, name in enumerate(("keys", "values")):
+            for cache in self._caches.values():
+                tensor = cache.buffers[number].tensor[:, :, :held].transpose(1, 2)
+                whole = state.setdefault(name, tensor.new_zeros(shape))
+                whole[cache.rows, : tensor.shape[1]] = tensor
+        return state
 
     def join(self, state: LayerState) -> None:
         lengths: list[int] = state["length"].tolist()
-        held = self._chunk or max(lengths)
-        self._widen(held)
-        for cache, new in zip(self._caches, (state["keys"], state["values"]), strict=True):
-            cache.add(_with_room(new[:, :held].transpose(1, 2), cache.tensor.shape[2]))
+        first = len(self._lengths)
         self._lengths += lengths
+        rooms = [self._room(length) for length in lengths]
+        for room in sorted(set(rooms)):
+            chosen = [row for row, its in enumerate(rooms) if its == room]
+            held = (state[name] if len(chosen) == len(rooms) else state[name][chosen] for name in ("keys", "values"))
+            self._put(room, [first + row for row in chosen], *(tensor[:, :room].transpose(1, 2) for tensor in held))
 
     def keep(self, rows: Sequence[int]) -> None:
-        for cache in self._caches:
-            cache.keep(rows)
         self._lengths = [self._lengths[row] for row in rows]
-        if not rows and not self._chunk:  # the memory of long rows is let go
-            self._caches = [Rows(cache.tensor[:, :, :1].clone()) for cache in self._caches]
+        self._keep({row: place for place, row in enumerate(rows)})
 
-    def _widen(self, needed: int) -> None:
-        """Where there is no room for `needed` tokens per row, make room for twice as many."""
-        if needed > self._caches[0].tensor.shape[2]:
-            self._caches = [Rows(_with_room(cache.tensor, 2 * needed)) for cache in self._caches]
+    def _keep(self, places: Mapping[int, int], among: Sequence[int] | None = None) -> None:
+        for room in list(self._caches) if among is None else among:
+            self._caches[room].keep(places)
+            if not self._caches[room].rows:
+                del self._caches[room]  # the memory of long rows is let go
+
+    def _room(self, length: int) -> int:
+        """For how many tokens a row has room: for one more at least."""
+        return self._chunk or max(_LEAST_ROOM, 1 << length.bit_length())
+
+    def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
+        """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
+        buffers = [_with_room(tensor, room) for tensor in tensors]
+        if room in self._caches:
+            self._caches[room].add(rows, *buffers)
+        else:
+            self._caches[room] = _Cache(rows, *buffers)
+
+    def _move_full(self) -> None:
+        """Give rows that have filled their room twice as much."""
+        for room in [] if self._chunk else list(self._caches):
+            cache = self._caches[room]
+            full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] >= room]
+            if full:
+                rows = [cache.rows[slot] for slot in full]
+                self._put(2 * room, rows, *(held.tensor[full] for held in cache.buffers))
+                self._keep({row: row for row in cache.rows if row not in rows}, [room])
 
 
 def _with_room(cache: Tensor, room: int) -> Tensor:

@@ -50,6 +50,17 @@ class Block:
         self.joined = [0] * len(self.joined)
 
 
+def without_gaps(gone: Sequence[bool]) -> list[int]:
+    """An order of those rows that stay: the last ones fill the places of those that go, which moves the fewest."""
+    order = list(range(len(gone)))
+    for place in reversed(range(len(gone))):
+        if gone[place]:
+            last = order.pop()
+            if place < len(order):
+                order[place] = last
+    return order
+
+
 class DecodePlan(Protocol):
     """One layer, reading a token at a time (`gss.nn.decode_plans`)."""
 

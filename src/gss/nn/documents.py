@@ -14,44 +14,78 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 class Documents:
     """Where documents lie in packed rows, from a mask `starts` [B, L] that is true at each one's first token.
 
-    The first column counts as a start whether marked or not: nothing is carried into packed rows.
+    The first column counts as a start whether marked or not: nothing is carried into packed rows. Where
+    several `ranks` have a stretch of each row, these are the documents in that of `rank`, the first of which may have
+    begun in another.
     """
 
     def __getitem__(self, name: str) -> "Documents":
         """In place of the tensor of that name in a layer's state."""
         return self
 
-    def __init__(self, starts: Tensor) -> None:
-        length = starts.shape[1]
+    def __init__(self, starts: Tensor, rank: int = 0, ranks: int = 1) -> None:
         starts = starts.clone()
         starts[:, 0] = True
-        column = torch.arange(length, device=starts.device).expand_as(starts)
-        self.position = column - torch.where(starts, column, 0).cummax(dim=1).values  # [B, L], within its document
+        stretches = starts.unflatten(1, (ranks, -1))
+        self._unbroken = ~stretches.any(2)  # [B, ranks]: where no document starts
+        self.position = _since(starts).unflatten(1, (ranks, -1))[:, rank]  # [B, L], within its document
+        self._starts = starts = stretches[:, rank].clone()
+        starts[:, 0] = True
         document = starts.flatten().cumsum(0) - 1
+        within = _since(starts).flatten()
         lengths = torch.bincount(document)
+        begun = self.position[starts] > 0  # which documents go on from another stretch
         exponent = torch.ceil(torch.log2(lengths.double())).long()
-        self._buckets: list[tuple[Tensor, Tensor, int, int]] = []
-        for power in exponent.unique().tolist():
-            chosen = exponent == power
+        groups = [(exponent == power) & ~begun for power in exponent[~begun].unique()]
+        self._buckets: list[tuple[Tensor, Tensor, int, int, Tensor | None]] = []
+        for chosen in [*groups, begun] if begun.any() else groups:
             members = chosen[document].nonzero().squeeze(1)  # which packed tokens
+            length = 1 << int(exponent[chosen].max())
             row = chosen.cumsum(0) - 1
-            slots = (row[document[members]] << power) + self.position.flatten()[members]  # where each is laid out
-            self._buckets.append((members, slots, int(chosen.sum()), 1 << power))
+            slots = row[document[members]] * length + within[members]  # where each is laid out
+            goes_on = members[within[members] == 0] // starts.shape[1] if chosen is begun else None  # the rows it is in
+            self._buckets.append((members, slots, int(chosen.sum()), length, goes_on))
         self._order = torch.argsort(torch.cat([members for members, *_ in self._buckets]))
 
-    def mix(self, mixer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A causal map of [documents, length, …] applied to each document of packed rows [B, L, …] alone."""
+    def mix(self, mixer: Callable[[Tensor, Any], Tensor], x: Tensor, before: Any = None) -> Tensor:
+        """A causal map of [documents, length, …] and their states, applied to each document of packed rows [B, L, …]
+        alone; `before` is the state [B, …] of those that began in another stretch.
+        """
         flat = x.flatten(0, 1)
         mixed = []
-        for members, slots, count, length in self._buckets:
+        for members, slots, count, length, goes_on in self._buckets:
             rows = flat.new_zeros(count * length, *flat.shape[1:]).index_copy(0, slots, flat[members])
-            mixed.append(mixer(rows.unflatten(0, (count, length))).flatten(0, 1)[slots])
+            state = None if goes_on is None else tree_map(lambda tensor, rows=goes_on: tensor[rows], before)
+            mixed.append(mixer(rows.unflatten(0, (count, length)), state).flatten(0, 1)[slots])
         return torch.cat(mixed)[self._order].unflatten(0, x.shape[:2])
+
+    def last(self, x: Tensor) -> Tensor:
+        """The rows with zeros before each one's last document."""
+        document = self._starts.cumsum(1)
+        return x * (document == document[:, -1:]).to(x.dtype).reshape(*document.shape, *[1] * (x.ndim - 2))
+
+    def survivors(self, rank: int, state: Tensor) -> Tensor:
+        """A state [B, …] from before a rank's stretch, with zeros where no document goes on to the end of it."""
+        return state * self._unbroken[:, rank].to(state.dtype).reshape(-1, *[1] * (state.ndim - 1))
+
+
+def _since(starts: Tensor) -> Tensor:
+    """[B, L]: how many tokens each one is after the last start."""
+    column = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return column - torch.where(starts, column, 0).cummax(dim=1).values
+
+
+def on_one_tensor(mixer: Callable[..., Any], x: Any) -> tuple[Callable[..., Any], Tensor]:
+    """A mixer of a tuple of tensors of one shape [B, L, …] as one of a single tensor [B, L, tensors, …]."""
+    if isinstance(x, Tensor):
+        return mixer, x
+    return lambda rows, *options: mixer(rows.unbind(2), *options), torch.stack(x, dim=2)
 
 
 def each_document_alone(mixer: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +97,7 @@ def each_document_alone(mixer: Callable[..., Any]) -> Callable[..., Any]:
     def mix(self: Any, x: Any, state: Any = None, keep_state: bool = True) -> Any:
         if not isinstance(state, Documents):
             return mixer(self, x, state, keep_state)
-        if isinstance(x, Tensor):
-            return state.mix(lambda rows: mixer(self, rows, None, False)[0], x), {}
-        return state.mix(lambda rows: mixer(self, rows.unbind(2), None, False)[0], torch.stack(x, dim=2)), {}
+        function, rows = on_one_tensor(functools.partial(mixer, self), x)
+        return state.mix(lambda rows, _: function(rows, None, False)[0], rows), {}
 
     return mix

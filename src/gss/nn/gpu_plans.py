@@ -4,6 +4,7 @@ The same algorithm as `gss.nn.decode_plans`, to the rounding of the weights: the
 sum stay float32. A layer says by its `gpu_plan` whether there are kernels for it.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,17 +13,21 @@ from torch import Tensor, nn
 
 from gss.nn.decoding import Block
 from gss.nn.state import LayerState
-from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold
+from gss.nn.windows import rolled
+from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
 from gss.ops.recurrence import carried_output, final_state, transition
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
+    from gss.nn.dense import FeedForward
     from gss.nn.gss import GSSLayer
+    from gss.nn.gss2 import GSS2Layer
 
 WIDEST = 4096
 """The widest vector that a kernel holds at once."""
 _MOST_CHANNELS = 1024
+_LARGEST_STATE = 2**14  # complex numbers of a head that a program holds
 
 
 class GSSPlan:
@@ -120,46 +125,59 @@ class _GSSRows:
         return {"modes": torch.view_as_real(modes)}
 
 
-class ChunkPlan:
-    """A Transformer block that attends on chunks."""
+class AttentionPlan:
+    """A Transformer block that attends on chunks or over a sliding window."""
 
     def __init__(self, layer: "TransformerBlock") -> None:
-        self.norm, self.feedforward_norm = norm_pair(layer.norm), norm_pair(layer.feedforward.norm)
+        self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
-        self.inner, self.outer = dense_pair(layer.feedforward.inner), dense_pair(layer.feedforward.outer)
-        self.heads, self.head_width, self.chunk = layer.heads, layer.head_width, layer.chunk or 0
+        self.heads, self.head_width, self.kept, self.ring = (
+            layer.heads,
+            layer.head_width,
+            layer.reach or 0,
+            not layer.chunk,
+        )
+        weight = layer.output.weight
+        self.frequency = None
+        if layer.rotary_base is not None:
+            half = torch.arange(layer.head_width // 2, dtype=torch.float64, device=weight.device)
+            self.frequency = layer.rotary_base ** -(half / (layer.head_width // 2)) / (2 * math.pi)
+        norms = [layer.query_norm, layer.key_norm]
+        self.scales = [norm_pair(norm)[0] for norm in norms if norm is not None]
 
     @staticmethod
     def fits(layer: "TransformerBlock") -> bool:
         """Whether the kernels have room for a layer."""
-        plain = layer.rotary_base is None and layer.query_norm is None and layer.feedforward.gated is None
-        return plain and layer.chunk is not None and layer.heads * layer.head_width <= WIDEST
+        known = layer.query_norm is None or isinstance(layer.query_norm, nn.RMSNorm)
+        return known and layer.reach is not None and layer.heads * layer.head_width <= WIDEST
 
-    def rows(self, stream: Stream) -> "_ChunkRows":
-        return _ChunkRows(self, stream)
+    def rows(self, stream: Stream) -> "_AttentionRows":
+        return _AttentionRows(self, stream)
 
 
-class _ChunkRows:
-    def __init__(self, plan: ChunkPlan, stream: Stream) -> None:
+class _AttentionRows:
+    def __init__(self, plan: AttentionPlan, stream: Stream) -> None:
         self._plan, self._stream = plan, stream
-        B, across, kept = stream.batch, plan.heads * plan.head_width, (plan.heads, plan.chunk, plan.head_width)
+        B, across, kept = stream.batch, plan.heads * plan.head_width, (plan.heads, plan.kept, plan.head_width)
         self._keys, self._values = (stream.room(B, *kept, dtype=torch.bfloat16) for _ in range(2))
         self._length = stream.counter()
-        self._slice, self._slices = stream.tiles.attention_slices(plan.chunk, B)
+        self._slice, self._slices = stream.tiles.attention_slices(plan.kept, B)
         self._projected = stream.scratch("projected", 3 * across)
         self._attended = stream.scratch("attended", self._slices * across)
         self._peak, self._total = (
             stream.scratch(name, self._slices * plan.heads, dtype=torch.float32) for name in ("peak", "total")
         )
-        self._hidden = stream.scratch("hidden", len(plan.inner[0]))
 
     def launch(self) -> None:
         plan, stream = self._plan, self._stream
         stream.product(plan.norm, plan.query_key_value, self._projected, "none")
         tile = stream.tiles.attend
+        unused = self._length
         decode_attention.attend[(stream.batch * plan.heads, self._slices)](
-            self._projected, self._keys, self._values, self._length, self._attended, self._peak, self._total,
-            plan.head_width**-0.5, plan.heads, plan.head_width, plan.chunk, self._slice, WHOLE=stream.batch > 1,
+            self._projected, *(plan.scales or (unused, unused)), unused if plan.frequency is None else plan.frequency,
+            self._keys, self._values, self._length, self._attended, self._peak, self._total,
+            plan.head_width**-0.5, stream.form.epsilon, plan.heads, plan.head_width, plan.kept, self._slice,
+            WHOLE=stream.batch > 1, RING=plan.ring, NORM=bool(plan.scales), ROTARY=plan.frequency is not None,
             WIDTH_PAD=pad(plan.head_width), KEYS=tile.rows_of(2 * plan.head_width), **stream.launch(tile),
         )  # fmt: skip
         if stream.batch == 1:
@@ -172,20 +190,98 @@ class _ChunkRows:
             )  # fmt: skip
         else:
             stream.add(self._attended, plan.output)
-        stream.product(plan.feedforward_norm, plan.inner, self._hidden, stream.form.activation)
-        stream.add(self._hidden, plan.outer)
+        plan.feedforward.launch(stream)
 
     def fold(self, late: bool) -> None:
         pass
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
-        self._keys[places] = state["keys"].transpose(1, 2).to(self._keys.dtype)
-        self._values[places] = state["values"].transpose(1, 2).to(self._values.dtype)
+        by = state["length"] if self._plan.ring else None
+        for held, name in ((self._keys, "keys"), (self._values, "values")):
+            held[places] = rolled(state[name], by).transpose(1, 2).to(held.dtype)
         self._length[places] = state["length"]
 
     def state(self, places: Tensor, block: Block) -> LayerState:
-        keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
-        return {"keys": keys, "values": values, "length": self._length[places]}
+        length = self._length[places]
+        by = -length if self._plan.ring else None
+        keys, values = (rolled(held[places].transpose(1, 2).float(), by) for held in (self._keys, self._values))
+        return {"keys": keys, "values": values, "length": length}
+
+
+class GSS2Plan:
+    """A GSS2 layer."""
+
+    @torch.no_grad()
+    def __init__(self, layer: "GSS2Layer") -> None:
+        space = layer.state_space
+        self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
+        self.projections = dense_pair(layer.query, layer.key, layer.value, layer.gate)
+        self.output, self.taps = dense_pair(layer.output), layer.short.taps.detach().float()
+        self.heads, self.modes, self.values = space.heads, space.modes, layer.value.out_features // space.heads
+        rate = space.rate()
+        step = torch.exp(torch.complex(*rate))
+        self.step = torch.stack([step.real, step.imag]).float()  # [2, h, N]
+        self.energy = torch.sqrt(-torch.expm1(2 * rate[0])).float()  # [h, N]
+        self.skip, self.scale = space.skip.detach().float(), layer.output_scale.detach().float()
+
+    @staticmethod
+    def fits(layer: "GSS2Layer") -> bool:
+        """Whether the kernels have room for a layer."""
+        space = layer.state_space
+        return space.modes * layer.value.out_features // space.heads <= _LARGEST_STATE
+
+    def rows(self, stream: Stream) -> "_GSS2Rows":
+        return _GSS2Rows(self, stream)
+
+
+class _GSS2Rows:
+    def __init__(self, plan: GSS2Plan, stream: Stream) -> None:
+        self._plan, self._stream = plan, stream
+        taps, channels = plan.taps.shape
+        self._modes = stream.room(stream.batch, plan.heads, 2 * plan.modes, plan.values)
+        self._recent = stream.room(stream.batch, taps - 1, channels)
+        self._projected = stream.scratch("keyed", channels + plan.heads * plan.values)
+        self._gated = stream.scratch("gated", plan.heads * plan.values)
+
+    def launch(self) -> None:
+        plan, stream = self._plan, self._stream
+        stream.product(plan.norm, plan.projections, self._projected, "none")
+        decode_keyed.keyed_step[(stream.batch * plan.heads,)](
+            self._projected, self._recent, plan.taps, self._modes, plan.step, plan.energy, plan.skip, plan.scale,
+            self._gated, (2 * plan.modes) ** -0.5, plan.heads, plan.modes, plan.values, len(plan.taps),
+            N_PAD=pad(plan.modes), D_PAD=pad(plan.values), **stream.launch(),
+        )  # fmt: skip
+        stream.add(self._gated, plan.output)
+        plan.feedforward.launch(stream)
+
+    def fold(self, late: bool) -> None:
+        pass
+
+    def put(self, state: LayerState, places: Tensor, block: Block) -> None:
+        self._modes[places], self._recent[places] = state["modes"].float(), state["recent"].float()
+
+    def state(self, places: Tensor, block: Block) -> LayerState:
+        return {"modes": self._modes[places], "recent": self._recent[places]}
+
+
+class FeedForwardPlan:
+    """The feed-forward at the end of a layer."""
+
+    def __init__(self, layer: "FeedForward") -> None:
+        self.norm, self.outer = norm_pair(layer.norm), dense_pair(layer.outer)
+        self.inner = dense_pair(layer.inner) if layer.gated is None else dense_pair(layer.inner, layer.gated)
+        self.gated = layer.gated is not None
+
+    def launch(self, stream: Stream) -> None:
+        activation, F = stream.form.activation, self.outer[0].shape[1]
+        hidden = stream.scratch("hidden", len(self.inner[0]))
+        stream.product(self.norm, self.inner, hidden, "none" if self.gated else activation)
+        if self.gated:
+            both, hidden = hidden, stream.scratch("gated hidden", F)
+            decode_keyed.gate_hidden[(triton.cdiv(F, 256), stream.batch)](
+                both, hidden, F, activation, COLUMNS=256, **stream.launch()
+            )
+        stream.add(hidden, self.outer)
 
 
 def norm_pair(norm: nn.Module) -> Pair:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gss.config import ModelConfig
+from gss.nn.context import across_ranks, by_decay, by_recent
+from gss.nn.decoding import GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
@@ -51,11 +53,9 @@ class GSS2Layer(SequenceLayer):
         self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
         """The short convolution and the state space: [B, L, queries + keys + values] → [B, L, h, D]."""
-        convolved, recent = self.short(projected, state and state["recent"])
-        keys = self.query.out_features
-        queries, keys_, values = F.silu(convolved).split([keys, keys, self.value.out_features], dim=-1)
-        y, modes = self.state_space(queries, keys_, values, state and state["modes"])
-        return y, {"modes": modes, "recent": recent} if keep_state else {}
+        convolved, recent = self.short(projected, state, keep_state)
+        y, modes = self.state_space.mix(F.silu(convolved), state and state["modes"], keep_state)
+        return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
 
     def state_slots(self) -> dict[str, Slot]:
         space = self.state_space
@@ -64,6 +64,11 @@ class GSS2Layer(SequenceLayer):
             "modes": Slot((space.heads, 2 * space.modes, self.value.out_features // space.heads)),
             "recent": Slot((taps - 1, channels)),
         }
+
+    def gpu_plan(self, block: int) -> GPUPlan | None:
+        from gss.nn.gpu_plans import GSS2Plan
+
+        return GSS2Plan(self) if GSS2Plan.fits(self) else None
 
     def mixing_flops(self, length: int) -> float:
         space = self.state_space
@@ -82,15 +87,21 @@ class ShortConvolution(nn.Module):
         with torch.no_grad():
             self.taps[0] += 1
 
-    def forward(self, x: Tensor, recent: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, L, channels] after the taps − 1 tokens in `recent` (None: zeros), and those for the next piece."""
-        before = len(self.taps) - 1
+    @property
+    def reach(self) -> int:
+        """Tokens that are kept for later ones."""
+        return len(self.taps) - 1
+
+    @across_ranks(by_recent)
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+        """x [B, L, channels] after the taps − 1 tokens in the state (None: zeros), and those for the next piece."""
+        before = self.reach
         precise = state_dtype(self.taps.dtype)
-        known = F.pad(x, (0, 0, before, 0)) if recent is None else torch.cat([recent.to(x.dtype), x], dim=1)
+        known = F.pad(x, (0, 0, before, 0)) if state is None else torch.cat([state["recent"].to(x.dtype), x], dim=1)
         length = x.shape[1]
         y = sum(known[:, before - k : before - k + length] * tap.to(x.dtype) for k, tap in enumerate(self.taps))
         assert isinstance(y, Tensor)
-        return y, known[:, length:].to(precise)
+        return y, {"recent": known[:, length:].to(precise)} if keep_state else {}
 
 
 class KeyedStateSpace(StateSpace):
@@ -121,13 +132,37 @@ class KeyedStateSpace(StateSpace):
         response, _ = matrix_state.powers(rate, torch.arange(length, device=rate.device))
         return torch.sqrt(-torch.expm1(2 * rate[0])) * response
 
+    @across_ranks(by_decay)
+    def mix(self, x: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor]:
+        """`forward` of [B, L, queries + keys + values]."""
+        return self(*self._split(x), state)
+
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""
         with torch.autocast(values.device.type, enabled=False):
             rate = self.rate()
-            # Keys of length √N a head, and every mode adding the same energy, whatever its time constant.
-            energy = torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2).to(values.dtype)
-            queries, keys, values = (t.unflatten(-1, (self.heads, -1)) for t in (queries, keys, values))
+            queries, values = (t.unflatten(-1, (self.heads, -1)) for t in (queries, values))
             queries = F.rms_norm(queries, queries.shape[-1:], eps=1e-6) / math.sqrt(2 * self.modes)
-            keys = F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy
-            return matrix_state.scan(queries, keys, values, rate, state, skip=self.skip)
+            return matrix_state.scan(queries, self._keys(keys, rate), values, rate, state, skip=self.skip)
+
+    def left(self, x: Tensor) -> Tensor:
+        """The S that [B, L, queries + keys + values] leave where there was none before."""
+        _, keys, values = self._split(x)
+        with torch.autocast(x.device.type, enabled=False):
+            rate = self.rate()
+            return matrix_state.left(self._keys(keys, rate), values.unflatten(-1, (self.heads, -1)), rate)
+
+    def faded(self, state: Tensor, tokens: int) -> Tensor:
+        """S so many tokens later, were they all zero."""
+        return matrix_state.decayed(state, self.rate(), tokens)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = self.heads * 2 * self.modes
+        queries, keys_, values = x.split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
+        return queries, keys_, values
+
+    def _keys(self, keys: Tensor, rate: Tensor) -> Tensor:
+        """Keys of length √N a head, every mode adding the same energy, whatever its time constant: [B, L, h, 2N]."""
+        energy = torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2).to(keys.dtype)
+        keys = keys.unflatten(-1, (self.heads, -1))
+        return F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy

@@ -4,7 +4,7 @@ They take the place of `nn.Linear` and `nn.Embedding` and give the same answers,
 Also in float32, where packing changes nothing: a decoder then multiplies by the same function (`gss.ops.products`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -98,16 +98,16 @@ def quantize(model: nn.Module, weights: str) -> None:
     _replace(model, {name: packed_twin(module, BITS[weights]) for name, module in model.named_modules()})
 
 
-def expect(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Make room in a model for weights that were packed when these tensors were saved."""
+def expect(model: nn.Module, saved: Mapping[str, Sequence[int]]) -> None:
+    """Make room in a model for weights that were packed when they were saved, by the shapes of all tensors there."""
     found: dict[str, nn.Module | None] = {}
-    for name, values in tensors.items():
+    for name, shape in saved.items():
         path = name.removesuffix(".packed").removesuffix(".head")
         if name.endswith(".packed") and type(module := model.get_submodule(path)) in (nn.Linear, nn.Embedding):
             outputs, inputs = module.weight.shape  # type: ignore[misc]
-            bits = 16 if values.is_floating_point() else 32 * values.shape[1] // inputs
+            bits = 32 * shape[1] // inputs if len(shape) == 4 else 16
             size, scale = shapes(outputs, inputs, bits)
-            room = torch.empty(size, dtype=values.dtype)
+            room = torch.empty(size, dtype=torch.bfloat16 if scale is None else torch.uint8)
             found[path] = _with(module, Packed(room, None if scale is None else torch.empty(scale), outputs))
     _replace(model, found)
 

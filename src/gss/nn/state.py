@@ -39,7 +39,8 @@ class SequenceLayer(nn.Module):
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost).
 
-        What mixes tokens is wrapped in `gss.nn.documents.each_document_alone`, which is all that packed rows need.
+        What mixes tokens is wrapped in `gss.nn.documents.each_document_alone`, which is all that packed rows need, and
+        in `gss.nn.context.across_ranks`, which is all that sequences on several ranks need.
         """
         raise NotImplementedError
 

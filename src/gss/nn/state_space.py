@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gss.config import StateSpaceConfig
+from gss.nn.context import across_ranks, by_decay
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.ops import fast
 from gss.ops.convolution import convolve
 from gss.ops.kernel import discretize, eigenvalues, kernel
-from gss.ops.recurrence import carried_output, final_state, step
+from gss.ops.recurrence import carried_output, final_state, step, transition
 
 
 class StateSpace(nn.Module):
@@ -75,7 +76,7 @@ class DiagonalStateSpace(StateSpace):
         """λ [N], complex128."""
         return eigenvalues(self.log_decay, self.frequency, self.config.imaginary)
 
-    @torch.compiler.disable
+    @fast.uncompiled
     def taps(self, length: int) -> Tensor:
         """The kernel [H, L], D included in its first tap."""
         with torch.autocast(self.skip.device.type, enabled=False):
@@ -91,6 +92,7 @@ class DiagonalStateSpace(StateSpace):
         """The kernel [H, L], without D."""
         return kernel(*self.discretized(), length)
 
+    @across_ranks(by_decay)
     @each_document_alone
     def forward(self, u: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
@@ -101,6 +103,21 @@ class DiagonalStateSpace(StateSpace):
         if kind is None or u.shape[1] == 1:
             return self._mix(u, state, keep_state)
         return self._mix_on_gpu(u.to(kind), state, keep_state)
+
+    def left(self, u: Tensor) -> Tensor:
+        """The state that u [B, L, H] leaves where there was none before."""
+        kind = fast.half(u)
+        if kind is not None and self.log_step is None:  # a second convolution costs less than products in float32
+            after = self._mix_on_gpu(u.to(kind), None, True)[1]
+            assert after is not None
+            return after
+        with torch.autocast(u.device.type, enabled=False):
+            return torch.view_as_real(final_state(u.to(state_dtype(self.readout.dtype)), self.discretized()[1], None))
+
+    def faded(self, state: Tensor, tokens: int) -> Tensor:
+        """The state [B, H, N, 2] so many tokens later, were they all zero."""
+        before = torch.view_as_complex(state)
+        return torch.view_as_real(before * transition(self.discretized()[1] * tokens, before.dtype))
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         """By kernels that want channels first: the paper's form always, others where one row of the FFT holds the
@@ -118,7 +135,7 @@ class DiagonalStateSpace(StateSpace):
             return swapped(fft.convolve_rows(swapped(u), self.taps(row))), None
         return self._mix(u, state, keep_state)
 
-    @torch.compiler.disable  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
+    @fast.uncompiled  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
     def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))

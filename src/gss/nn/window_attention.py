@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gss.config import ModelConfig
+from gss.nn.context import across_ranks, by_recent
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
@@ -228,6 +229,7 @@ class WindowLayer(SequenceLayer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.block = WindowBlock(config, whole_previous=self.whole_previous)
+        self.reach = 2 * config.attention.window
 
     def state_slots(self) -> dict[str, Slot]:
         cache = self.block.cache_slot()
@@ -241,6 +243,7 @@ class WindowLayer(SequenceLayer):
         attended, after = self._attend(tuple(projected), state, keep_state)
         return self.block.finish(x, attended), after
 
+    @across_ranks(by_recent)
     @each_document_alone
     def _attend(
         self, projected: tuple[Tensor, ...], state: LayerState | None = None, keep_state: bool = True

@@ -108,3 +108,11 @@ def expand_index(index: Tensor, like: Tensor) -> Tensor:
 def sized(x: Tensor, size: int) -> Tensor:
     """[B, S, h, d] cut or padded with zeros to `size` slots."""
     return x[:, :size] if x.shape[1] >= size else F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1]))
+
+
+def rolled(x: Tensor, by: Tensor | None) -> Tensor:
+    """[B, S, …] with each row moved on by its own number of slots [B], the end to its start (None: as it is)."""
+    if by is None:
+        return x
+    slots = x.shape[1]
+    return x.gather(1, expand_index((torch.arange(slots, device=x.device) - by.unsqueeze(1)) % slots, x))

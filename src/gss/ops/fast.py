@@ -5,16 +5,22 @@ speed is precision within 16-bit operands, so those that trade any run only wher
 or by the tensors themselves. `GSS_FAST=0` in the environment, or `disabled()` around some code, leaves plain PyTorch.
 """
 
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 _TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 _HALVES = (torch.bfloat16, torch.float16)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _enabled = os.environ.get("GSS_FAST", "1") != "0"
 
@@ -56,8 +62,24 @@ def without_gradients() -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-@torch.compiler.assume_constant_result
 def _capable(index: int | None) -> bool:
     # A kernel is launched on the current device, wherever its tensors are.
     current = torch.cuda.current_device()
     return index in (None, current) and torch.cuda.get_device_capability(current) >= (8, 0)
+
+
+_capable._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result would import the compiler
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, put off until someone has imported the compiler: before that, nothing is compiled."""
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(function)
+        return (disabled or function)(*args, **kwargs)
+
+    return call

@@ -83,6 +83,19 @@ def _scan_chunks(
     return y.transpose(2, 3).flatten(1, 2), decayed(state, rate, size - 1 - middle)
 
 
+def left(keys: Tensor, values: Tensor, rate: Tensor, chunk: int = 4096) -> Tensor:
+    """The S that keys [B, L, h, 2N] and values [B, L, h, D] leave where there was none: `scan` without outputs."""
+    precise = torch.promote_types(values.dtype, torch.float32)
+    state = None
+    for part, value in zip(keys.to(precise).split(chunk, 1), values.to(precise).split(chunk, 1), strict=True):
+        size = part.shape[1]
+        to_end = torch.arange(size - 1, -1, -1, device=values.device).unsqueeze(-1)
+        added = turned(part.transpose(1, 2), rate.unsqueeze(2), to_end).mT @ value.transpose(1, 2)
+        state = added if state is None else decayed(state, rate, size) + added
+    assert state is not None
+    return state
+
+
 def powers(rate: Tensor, exponent: Tensor | int) -> tuple[Tensor, Tensor]:
     """e^{λ·exponent}, real and imaginary part, in real arithmetic: compilers leave complex numbers alone."""
     size, angle = torch.exp(rate[0] * exponent), rate[1] * exponent
@@ -112,7 +125,7 @@ def _times(x: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return real * cos - imaginary * sin, real * sin + imaginary * cos
 
 
-@torch.compiler.disable  # a loop whose graph would grow with the sequence
+@fast.uncompiled  # a loop whose graph would grow with the sequence
 def carry(added: Tensor, factor: tuple[Tensor, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk [B, n, h, 2N, D] and with the last's, from what each adds and e^{λC}, [h, N] twice.
 

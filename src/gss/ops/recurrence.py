@@ -30,14 +30,22 @@ def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None) -> Tensor:
         added = project(signal.permute(2, 0, 1).flip(-1), log_a).transpose(0, 1)
     if state is None:
         return added
-    return added + transition(log_a * length, added.dtype) * state
+    return carried_state(state, log_a * length) + added
+
+
+def carried_state(state: Tensor, log_decay: Tensor) -> Tensor:
+    """exp(log_decay) · state, multiplied in float64 on a stored state of lower precision.
+
+    Roundings then average out over millions of tokens, where a rounded factor would turn and shrink a slow mode the
+    same wrong way each time and drift in proportion to their number.
+    """
+    return (torch.exp(log_decay) * state).to(state.dtype)
 
 
 def step(signal: Tensor, state: Tensor, readout: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """One token: signal [B, H], state [B, H, N], a = Ā [G, N] complex128 → output [B, H] and the next state.
 
-    The update is float64 arithmetic on a stored state of lower precision: its roundings then average out, where a
-    rounded Ā would turn every step the same wrong way and drift in proportion to the number of tokens.
+    The update is float64 arithmetic on a stored state of lower precision, as in `carried_state`.
     """
     state = torch.addcmul(signal.unsqueeze(-1).to(a.dtype), a, state).to(state.dtype)
     output = torch.linalg.vecdot(readout.conj().expand_as(state), state).real

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ _RESAMPLES = 1000
 Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Targets `start` … of a document, and another document's place whose tokens before it may replace its context."""
 
     document: int

@@ -30,12 +30,9 @@ class LengthAccuracy:
 
     length: int
     sequences: int
-    accuracy: float
-    """Share of targets."""
-    standard_error: float
-    """Over sequences."""
-    solved: float
-    """Share of sequences with every target right."""
+    accuracy: float  # share of targets
+    standard_error: float  # over sequences
+    solved: float  # share of sequences with every target right
 
 
 @dataclass(frozen=True)

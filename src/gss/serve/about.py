@@ -53,6 +53,8 @@ class Limits:
     """Longest time without a request, and for the headers of one to arrive, before a connection is closed."""
     send_seconds: float = 30.0
     """Longest time in which a client reads next to nothing of what is sent to it, before it is closed."""
+    bodies_bytes: int = 256 << 20
+    """Most that the bodies of all requests under way hold together: beyond, those over 64 KiB are refused (503)."""
     unread_bytes: int = 256 << 20
     """Most that waits to be read by all clients together: beyond, those with most to read are closed."""
 
@@ -80,8 +82,8 @@ def describe(
     config = model.config
     parameter = next(model.parameters())
     kind = torch.bfloat16 if precision == "bf16" else parameter.dtype
-    of_connections = ("body_bytes", "body_seconds", "connections", "header_seconds", "send_seconds", "unread_bytes")
-    told = {name: value for name, value in asdict(limits).items() if name not in of_connections}
+    of_connections = ("body_seconds", "connections", "header_seconds", "send_seconds")
+    told = {n: value for n, value in asdict(limits).items() if n not in of_connections and not n.endswith("_bytes")}
     return {
         "id": name,
         "preset": preset,

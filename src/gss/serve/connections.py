@@ -1,20 +1,25 @@
 """Connections: who may stay. Silent clients make room for new ones, and who does not read is closed.
 
 A connection is idle from its start, or the end of an answer, until the headers of a request are complete. It is stalled
-while more is waiting to be sent to it than the transport holds willingly.
+while more is waiting to be sent to it than the transport holds willingly. One that has not said a word is a bare
+socket, a tenth of the work of one with a transport and a parser: a flood of them leaves the time to others.
 """
 
 import asyncio
+import contextlib
 import logging
+import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gss.serve.about import Limits
 
-BACKLOG = 128  # connections accepted in one turn of the event loop, before any can be closed
-RESERVE = 64 + 2 * BACKLOG  # descriptors for everything else
+BACKLOG = 1024  # connections that the system holds until they are accepted
+RESERVE = 128  # descriptors for everything else, and for those that are closed at the end of a turn
+_TURN = 64  # connections accepted in one turn of the event loop
 PROGRESS = 1 << 16  # bytes that a stalled client must read in `send_seconds`
 
 
@@ -39,16 +44,74 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.idle: dict[Connection, float] = {}  # since when, the oldest first
+        self.idle: dict[Connection | socket.socket, float] = {}  # since when, the oldest first
+        self.at_work: set[Connection] = set()  # those with a request under way
         self.stalled: dict[Connection, tuple[float, int]] = {}  # since when, and the bytes that waited then
-        self._next_sweep = 0.0
+        self._next_sweep = self._next_complaint = 0.0
+        self._starting: set[asyncio.Task[None]] = set()
 
-    def make_room(self, new: "Connection") -> None:
+    def __len__(self) -> int:
+        return len(self.idle) + len(self.at_work)
+
+    def listen(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
+        """Accept what comes at a socket; who has something to say gets a connection that `make` makes."""
+        listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener, make)
+
+    def stop_listening(self, listener: socket.socket) -> None:
+        """Accept nothing more, and close those who have said nothing."""
+        asyncio.get_running_loop().remove_reader(listener)
+        for silent in [each for each in self.idle if isinstance(each, socket.socket)]:
+            self._close(silent)
+
+    def _accept(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_TURN):
+            try:
+                silent, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors: try again later, with a line per minute about it
+                if time.monotonic() > self._next_complaint:
+                    self._next_complaint = time.monotonic() + 60
+                    logging.getLogger("gss.serve").error("no connection can be accepted: %s", error)
+                loop.remove_reader(listener)
+                loop.call_later(0.5, self._resume, listener, make)
+                return
+            silent.setblocking(False)
+            self.idle[silent] = time.monotonic()
+            loop.add_reader(silent, self._speaks, silent, make)
+            self.make_room()
+
+    def _resume(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
+        if listener.fileno() >= 0:
+            self.listen(listener, make)
+
+    def _speaks(self, silent: socket.socket, make: Callable[[], "Connection"]) -> None:
+        """Make a connection of a socket that has something to read; one that was only closed goes."""
+        with contextlib.suppress(OSError):
+            if silent.recv(1, socket.MSG_PEEK):
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(silent)
+                del self.idle[silent]
+                task = loop.create_task(_start(make, silent))
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+                return
+        self._close(silent)
+
+    def make_room(self) -> None:
         """Where there are too many, close the one that has been idle for the longest."""
-        if len(new.connections) > self.limits.connections:
-            oldest = next(iter(self.idle))
-            oldest.transport.abort()
-            self.forget(oldest)
+        if len(self) > self.limits.connections and self.idle:
+            self._close(next(iter(self.idle)))
+
+    def _close(self, connection: "Connection | socket.socket") -> None:
+        self.forget(connection)
+        if isinstance(connection, Connection):
+            connection.transport.abort()
+        else:
+            asyncio.get_running_loop().remove_reader(connection)
+            connection.close()
 
     def sweep(self) -> None:
         """Close who has been idle or stalled for too long, and who has most to read where that is too much in all."""
@@ -60,13 +123,13 @@ class Connections:
             if now - since < self.limits.header_seconds:
                 break
             if connection not in self.stalled:  # its last answer is still being read
-                connection.transport.abort()
+                self._close(connection)
         for connection, (since, before) in list(self.stalled.items()):
             waiting = connection.transport.get_write_buffer_size()
             if waiting <= before - PROGRESS:
                 self.stalled[connection] = (now, waiting)
             elif now - since >= self.limits.send_seconds:
-                connection.transport.abort()
+                self._close(connection)
         self.bound_unread()
 
     def bound_unread(self) -> None:
@@ -77,13 +140,13 @@ class Connections:
             if total <= self.limits.unread_bytes:
                 return
             total -= waiting[connection]
-            connection.transport.abort()
-            self.forget(connection)
+            self._close(connection)
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: Any) -> None:
         """It is closed."""
         self.idle.pop(connection, None)
         self.stalled.pop(connection, None)
+        self.at_work.discard(connection)
 
 
 class Connection(H11Protocol):
@@ -96,7 +159,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._keeper.idle[self] = time.monotonic()
-        self._keeper.make_room(self)
+        self._keeper.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.forget(self)
@@ -106,8 +169,10 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._keeper.idle.pop(self, None)
+            self._keeper.at_work.add(self)
 
     def on_response_complete(self) -> None:
+        self._keeper.at_work.discard(self)
         if not self.transport.is_closing():
             self._keeper.idle[self] = time.monotonic()  # before the next request, which may be here already
         super().on_response_complete()
@@ -122,16 +187,6 @@ class Connection(H11Protocol):
         super().resume_writing()
 
 
-def quiet_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """One line per minute, instead of a traceback each, where the system has no descriptor for a new connection."""
-    last = float("-inf")
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last
-        if "out of system resource" not in context.get("message", ""):
-            loop.default_exception_handler(context)
-        elif time.monotonic() - last > 60:
-            last = time.monotonic()
-            logging.getLogger("gss.serve").error("no connection can be accepted: %s", context.get("exception"))
-
-    loop.set_exception_handler(handle)
+async def _start(make: Callable[[], Connection], accepted: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has gone already
+        await asyncio.get_running_loop().connect_accepted_socket(make, accepted)

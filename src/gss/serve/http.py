@@ -26,6 +26,8 @@ _PHRASES = {
     404: "there is no such address",
     405: "this address does not answer to this method",
 }
+# Bytes of a body that is let in whatever others hold.
+_SMALL_BODY = 1 << 16
 
 
 class ApiError(HTTPException):
@@ -99,9 +101,11 @@ class Guard:
         open_paths: Collection[str],
         hosts: Collection[str] | None,
     ) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
+        self._app, self.limits, self._metrics = app, limits, metrics
         self._key = None if api_key is None else _digest(api_key.encode())
         self._open_paths, self._hosts = open_paths, hosts
+        self.held = 0
+        """Bytes of the bodies of all requests under way."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
@@ -117,12 +121,14 @@ class Guard:
                 status = message["status"]
             await send(message)
 
+        body = _Body(receive, self)
         try:
             self._check(scope)
-            await self._app(scope, _Body(receive, self._limits).receive, watched)
+            await self._app(scope, body.receive, watched)
         except ApiError as error:
             await error.response()(scope, receive, watched)
         finally:
+            self.held -= body.size
             self._metrics.requests.add(1, getattr(scope.get("route"), "path", "other"), str(status))
 
     def _check(self, scope: Scope) -> None:
@@ -140,18 +146,18 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self._limits.body_bytes:
-            raise _too_large(self._limits)
+        if not length.isdigit() or len(length) > 18 or int(length) > self.limits.body_bytes:
+            raise _too_large(self.limits)
 
 
 class _Body:
-    """A request's body as it arrives, cut off when it is too large or too slow."""
+    """A request's body as it arrives, cut off when it is too large, too slow, or one of too many."""
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
-        self._receive, self._limits = receive, limits
-        self._bytes = 0
+    def __init__(self, receive: Receive, guard: Guard) -> None:
+        self._receive, self._guard = receive, guard
+        self.size = 0
         self._whole = False
-        self._deadline = time.monotonic() + limits.body_seconds
+        self._deadline = time.monotonic() + guard.limits.body_seconds
 
     async def receive(self) -> Message:
         if self._whole:
@@ -160,10 +166,16 @@ class _Body:
             message: Any = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             raise ApiError(408, "the body took too long to arrive", code="body_timeout") from None
-        self._bytes += len(message.get("body", b""))
+        guard, limits, part = self._guard, self._guard.limits, len(message.get("body", b""))
+        self.size += part
+        guard.held += part
         self._whole = message["type"] != "http.request" or not message.get("more_body", False)
-        if self._bytes > self._limits.body_bytes:
-            raise _too_large(self._limits)
+        if self.size > limits.body_bytes:
+            raise _too_large(limits)
+        if self.size > _SMALL_BODY and guard.held > limits.bodies_bytes:
+            raise ApiError(
+                503, "too many large bodies at a time: try again", code="overloaded", headers={"Retry-After": "1"}
+            )
         return message
 
 

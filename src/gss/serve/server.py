@@ -6,6 +6,7 @@ import gc
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from gss.lm import LM
 from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.completions import post_to_loops
-from gss.serve.connections import BACKLOG, Connection, Connections, quiet_accept_errors, usable_connections
+from gss.serve.connections import BACKLOG, Connection, Connections, usable_connections
 from gss.serve.engine import EngineThread
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -99,14 +100,22 @@ class HttpServer(uvicorn.Server):
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        quiet_accept_errors(asyncio.get_running_loop())
-        await super().startup(sockets)
+        if sys.platform == "win32":  # where the event loop watches no bare sockets
+            await super().startup(sockets)
+            return
+        self.servers = []
+        for listener in sockets or ():
+            self.keeper.listen(listener, partial(Connection, self.keeper, self.config, self.server_state, {}))
+        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         self.keeper.sweep()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.servers:
+            for listener in sockets or ():
+                self.keeper.stop_listening(listener)
         self._engine.drain(0)
         asyncio.get_running_loop().call_later(self._drain_seconds, self._engine.abandon)
         await super().shutdown(sockets)

@@ -3,7 +3,16 @@
 config → loop → step (loss, optim, distributed) → snapshot → checkpoint
 """
 
-from gss.training.config import CheckpointConfig, OptimizerConfig, ReportConfig, TrainConfig, resolve
+from gss.training.config import CheckpointConfig, OptimizerConfig, ParallelConfig, ReportConfig, TrainConfig, resolve
 from gss.training.loop import TrainResult, train
 
-__all__ = ["CheckpointConfig", "OptimizerConfig", "ReportConfig", "TrainConfig", "TrainResult", "resolve", "train"]
+__all__ = [
+    "CheckpointConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ReportConfig",
+    "TrainConfig",
+    "TrainResult",
+    "resolve",
+    "train",
+]

@@ -121,6 +121,23 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and its sequences are spread over several processes. `parallel=fsdp2` sets the strategy."""
+
+    shorthand = "strategy"
+
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """Whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
+    context: int = 1
+    """Processes that share each sequence: each has a stretch of it, and states pass between them. Those of one
+    sequence have consecutive ranks; the number of processes is a multiple of it."""
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "strategy", "parallel.")
+        _check_least(self, "parallel.", context=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run. Defaults are the paper's for long documents: 125k steps of 128 segments of 4,096 tokens.
 
@@ -153,8 +170,8 @@ class TrainConfig:
     """bf16 is autocast: parameters, states and state-space arithmetic stay in fp32. auto: bf16 on a GPU, else fp32."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
-    parallel: Literal["ddp", "fsdp2"] = "ddp"
-    """With several processes: whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """With several processes: how the model and its sequences are spread."""
     compile: bool = False
     """Compile every layer with torch.compile."""
     activation_checkpointing: bool = False
@@ -167,7 +184,7 @@ class TrainConfig:
     """Progress, evaluation, samples."""
 
     def __post_init__(self) -> None:
-        for name in ("batching", "precision", "parallel"):
+        for name in ("batching", "precision"):
             _check_choice(self, name)
         _check_least(self, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1, piece_tokens=1)
         if self.batch_tokens % self.length:
@@ -179,6 +196,11 @@ class TrainConfig:
             raise ValueError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of length ({self.length})"
             )
+        for name in ("length", "piece_tokens"):
+            if (getattr(self, name) or 0) % self.parallel.context:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be a multiple of parallel.context ({self.parallel.context})"
+                )
         if self.piece_tokens is not None and self.batching == "packed":
             raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gss.io.devices import pick_device
 from gss.model import LanguageModel
+from gss.nn.context import Context
 from gss.training.config import TrainConfig
 
 
@@ -55,13 +56,27 @@ class World:
         dist.broadcast(word, 0)
         return int(word)
 
-    def gather_rows(self, tensor: Tensor) -> Tensor | None:
-        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be the same."""
+    def context(self, size: int) -> Context | None:
+        """The processes that share this one's sequences: `size` of consecutive ranks; None where each has its own."""
+        if self.size % size:
+            raise ValueError(
+                f"parallel.context={size} needs a multiple of {size} processes, and there are {self.size}: start as "
+                "many with torchrun, or change parallel.context"
+            )
+        if size == 1:
+            return None
+        mesh = init_device_mesh(self.device.type, (self.size // size, size), mesh_dim_names=("data", "context"))
+        return Context(mesh.get_group("context"))
+
+    def gather_rows(self, tensor: Tensor, sharing: int = 1) -> Tensor | None:
+        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be the same, and so
+        are the rows of `sharing` consecutive processes.
+        """
         if self.size == 1:
             return tensor.cpu()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.leads else None
         dist.gather(tensor.contiguous(), parts)
-        return torch.cat(parts).cpu() if parts else None
+        return torch.cat(parts[::sharing]).cpu() if parts else None
 
     def _agree(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
         word = torch.tensor(number)  # on the CPU: gloo carries it, and no GPU work is waited for

@@ -41,6 +41,10 @@ class RunFolder:
             raise ValueError(f"{self.path} is a file: give a folder for the run")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
             raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
+        for written in (self.path / "lock", self.metrics):
+            # In a folder from elsewhere, a link could have us write anywhere.
+            if written.is_symlink() or (written.exists() and not written.is_file()):
+                raise ValueError(f"{written} is a link or no file, and training writes to it: delete it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("w")
         try:
@@ -82,7 +86,7 @@ class RunFolder:
         """Keep a sample of text."""
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
-        (folder / f"step-{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+        write_file(folder / f"step-{step:08d}.txt", text + "\n")
 
 
 def _starts(path: Path) -> list[Any]:

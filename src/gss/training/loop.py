@@ -147,7 +147,12 @@ class _Run:
             self.progress,
             interrupt,
             Prefetch(
-                self.batches, self.step, config.steps, rank=world.rank, world=world.size, device=world.device
+                self.batches,
+                self.step,
+                config.steps,
+                rank=self.stepper.replica,
+                world=self.stepper.replicas,
+                device=world.device,
             ) as batches,
         ):
             self._clock = time.perf_counter()
@@ -187,9 +192,13 @@ class _Run:
         if step < 0:
             return
         saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
+        if not all(isinstance(saved.trainer.get(name), dict) for name in ("config", "data", "optimizer")):
+            raise ValueError(f"{saved.path} holds no training that could be resumed: give another --out")
         _refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
+        if "optimizer.name" in differences(saved.trainer["config"], self.config):  # another one starts afresh
+            saved.tensors[checkpoint.OPTIMIZER], saved.trainer["optimizer"] = {}, {}
         snapshot.restore(self.stepper, saved.tensors, saved.trainer["optimizer"])
         self.step = self._saved_at = step
 
@@ -333,8 +342,8 @@ def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datas
     changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
     now = data_facts(dataset)
     for name in ("hash", "tokenizer"):
-        if trainer["data"][name] != now[name] and f"data.{name}" not in allow:
-            changed[f"data.{name}"] = (trainer["data"][name], now[name])
+        if (before := trainer["data"].get(name)) != now[name] and f"data.{name}" not in allow:
+            changed[f"data.{name}"] = (before, now[name])
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)

@@ -37,7 +37,7 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
     if stepper.lanes is not None:
         groups[LANES] = {}
         for name, tensor in stepper.lanes.named().items():
-            _put(groups[LANES], name, stepper.world.gather_rows(tensor))
+            _put(groups[LANES], name, stepper.world.gather_rows(tensor, stepper.config.parallel.context))
     return groups, scalars
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gss.data import Batch
 from gss.model import LanguageModel
+from gss.nn.block_recurrent import RecurrentStack
 from gss.nn.state import ModelState
 from gss.pieces import LossModule, Rows, accumulate
 from gss.precision import resolved, running
@@ -36,12 +37,19 @@ class StepResult:
 
 
 class Stepper:
-    """A model spread over the world, its optimizer, and the carried state of this process's rows."""
+    """A model spread over the world, its optimizer, and the carried state of this process's rows.
+
+    Processes that share sequences have the same rows, and each the gradients of its own stretch of them.
+    """
 
     def __init__(self, model: LanguageModel, config: TrainConfig, world: World) -> None:
-        if config.rows % world.size:
+        self.context = world.context(config.parallel.context)
+        sharing = config.parallel.context
+        self.replica, self.replicas = world.rank // sharing, world.size // sharing
+        if config.rows % self.replicas:
+            each = "processes" if sharing == 1 else f"groups of {sharing} processes"
             raise ValueError(
-                f"{config.rows} rows per step (batch_tokens ÷ length) cannot be divided among {world.size} processes: "
+                f"{config.rows} rows per step (batch_tokens ÷ length) cannot be divided among {self.replicas} {each}: "
                 "change batch_tokens or the number of processes"
             )
         if config.batching == "lanes" and not model.bounded_state:
@@ -49,17 +57,26 @@ class Stepper:
                 "lanes carry the state from step to step, and this model's grows with everything it has read: "
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
+        if (
+            self.context
+            and config.activation_checkpointing
+            and any(isinstance(m, RecurrentStack) for m in model.layers)
+        ):
+            raise ValueError(
+                "block-recurrent layers pass their states from rank to rank in turn, which the recomputation of "
+                "activation_checkpointing cannot: leave it out, or set parallel.context=1"
+            )
         self.model, self.config, self.world = model.to(world.device), config, world
         self.precision = resolved(config.precision, self.model)
         self.lanes: ModelState | None = None
-        self._rows = config.rows // world.size
+        self._rows = config.rows // self.replicas
         self._micro_rows = self._rows
         if config.micro_batch_tokens is not None:
             self._micro_rows = min(self._rows, config.micro_batch_tokens // config.length)
         self._piece_tokens = config.piece_tokens or config.length
         prepare_layers(self.model, config)
         self._module: nn.Module = LossModule(self.model)
-        if world.size > 1 and config.parallel == "fsdp2":
+        if world.size > 1 and config.parallel.strategy == "fsdp2":
             shard(self.model, world)
         elif world.size > 1:
             self._module = replicate(self._module)
@@ -70,7 +87,7 @@ class Stepper:
     @property
     def first_row(self) -> int:
         """The first of this process's rows in the global batch."""
-        return self.world.rank * self._rows
+        return self.replica * self._rows
 
     def step(self, batch: Batch[Tensor], step: int) -> StepResult:
         """Forward, backward, clip, update: step number `step`, counted from 0."""
@@ -78,7 +95,7 @@ class Stepper:
         # Whatever is random in a step (dropout) depends on its number alone, so that it is the same after a resume.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + world.rank) % 2**63)
         learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
-        targets = world.sum(batch.mask.sum())
+        targets = world.sum((self.context.own(batch.mask) if self.context else batch.mask).sum())
         scale = world.size / targets.clamp(min=1)  # DDP and FSDP2 average over processes, which is undone here
         losses = self._accumulate(batch, scale)
         norm = clip_gradients(self.model.parameters(), config.optimizer.clip_norm)
@@ -99,12 +116,12 @@ class Stepper:
             if carried is not None and self._micro_rows < self._rows:
                 state = carried.select(range(rows.start, rows.stop))
             starts = batch.starts[rows] if self.config.batching == "packed" else None
-            pieces = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts).split(self._piece_tokens)
+            given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)
             with running(self.model, self.precision):
                 loss, kept = accumulate(
                     self._module,
                     self.model,
-                    pieces,
+                    given.split(self._piece_tokens),
                     state,
                     carried is not None,
                     scale,

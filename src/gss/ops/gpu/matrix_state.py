@@ -64,15 +64,9 @@ def matrix_scan(
 
 @torch.library.custom_op("gss::matrix_scan_backward", mutates_args=())
 def matrix_scan_backward(
-    grad: Tensor,
-    grad_after: Tensor,
-    starts: Tensor,
-    table: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    grad: Tensor, grad_after: Tensor, starts: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     skip: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
     grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
     batch, length, heads, width = keys.shape

@@ -1,9 +1,13 @@
 """The data pipeline: tokenizing beside the bare library, batching on one core.
 
+    python -m experiments.data_speed [--tokenizer VOCABULARY] [--megabytes 48] [--length 4096] [--json]
+
 The text is the standard library of this Python, repeated as needed; the vocabulary is the user's, or one that
 is trained on it first. Everything is written to a temporary folder and removed.
 """
 
+import argparse
+import json
 import os
 import sysconfig
 import tempfile
@@ -13,8 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from gss.bench.measure import median_seconds
-from gss.bench.results import Measurement
+from gss.bench.results import Measurement, document, table
 from gss.data import Batches, Lanes, Packed, Segments, Tokenizer, load_tokenizer, open_dataset, prepare
 from gss.data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.data.tokenizer_training import train_tokenizer
@@ -111,3 +117,23 @@ def _tokens_per_second(batches: Batches, seconds: float) -> float:
         batches.batch(step)
         step += 1
     return step * batches.batch_size * batches.length / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", help="a vocabulary; by default one is trained on the spot")
+    parser.add_argument("--megabytes", type=int, default=48)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    sizes = (options.megabytes, options.length, options.batch_size)
+    rows = bench_data(options.tokenizer, *sizes, repeats=options.repeats, report=print)
+    found = document(rows, torch.device("cpu"))
+    print(json.dumps(found, indent=1, ensure_ascii=False) if options.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

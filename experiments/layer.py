@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from experiments.memory import peak_bytes
 from gss.bench.check import Errors, autocast, joint_error, limited
-from gss.bench.measure import intervals, median_seconds, peak_bytes, release
+from gss.bench.measure import intervals, median_seconds, release
 from gss.bench.results import Measurement, missing
 from gss.config import ModelConfig
 from gss.nn.gss import GSSLayer

@@ -1,0 +1,41 @@
+"""Peak memory of a piece of work, each measured in a process of its own."""
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def peak_bytes(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> int:
+    """How far one run raises the peak memory of a new process, in which `prepare(*arguments)` made the function."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report_peak, args=(sender, prepare, arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError("the process that measures memory ended without an answer: out of memory?") from None
+    finally:
+        process.join()
+
+
+def _report_peak(sender: Any, prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:
+    function = prepare(*arguments)
+    before = _peak()
+    function()
+    sender.send(_peak() - before)
+
+
+def _peak() -> int:
+    if sys.platform == "linux":  # a new process has its parent's ru_maxrss there, but a high-water mark of its own
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    if sys.platform == "win32":
+        return 0  # not known without another package
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

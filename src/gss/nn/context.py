@@ -1,0 +1,251 @@
+"""One sequence on several ranks: each has a stretch of it, and what passes between them is states.
+
+The contract of layers says that a sequence is the same whole and in pieces with the state carried. Here the pieces are
+stretches on different ranks, read at the same time. What acts on each token alone runs on a rank's own stretch; a mixer
+first needs the state before it. How that is found depends on what the mixer remembers:
+
+    by_decay     The state after a stretch is the state before it, decayed, plus what the stretch alone adds. Every rank
+                 computes what its own adds; one all-gather, and each sums up what lies before it.
+    by_recent    The state holds the last few tokens alone: that of a rank is left by the rank before it.
+    in_turn      Anything else: a rank waits for the state of the one before it, and hands on its own.
+
+Gradients go back the same ways. States before and after a sequence are the same on all ranks, so that pieces, lanes and
+prefill work as on one. Each rank then has its part of the gradients, and their sum over ranks is the whole.
+
+Layers know nothing of this. The model gives them a `Stretch` in place of a state, as it gives `Documents`, and
+`across_ranks` around the mixer acts.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gss.nn.documents import Documents, on_one_tensor
+from gss.nn.state import LayerState, SequenceLayer
+
+
+class Context:
+    """The ranks that share sequences, in order, and this one among them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's stretch [B, L, …] of rows [B, ranks · L, …]."""
+        if x.shape[1] % self.size:
+            raise ValueError(f"{x.shape[1]} tokens cannot be divided among {self.size} ranks")
+        return x.unflatten(1, (self.size, -1))[:, self.rank]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The inverse of `own`, on every rank, without gradients."""
+        return self.gather(x).transpose(0, 1).flatten(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's tensor, [ranks, …], without gradients."""
+        gathered = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(gathered), x.contiguous(), group=self.group)
+        return gathered
+
+    def send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
+        """Hand tensors to another rank."""
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), group=self.group, group_dst=rank)
+
+    def receive(self, like: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
+        """Take tensors of known shapes from another rank."""
+        received = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like)
+        for tensor in received:
+            dist.recv(tensor, group=self.group, group_src=rank)
+        return received
+
+
+def shared_pieces(tokens: int, piece: int, context: Context | None) -> Iterator[tuple[int, int, Context | None]]:
+    """First token, length and ranks of the pieces that a sequence is read in: a piece per rank at a time, and the rest,
+    where a stretch could be shorter than what a layer looks back on, on every rank alike.
+    """
+    at = 0
+    while at < tokens:
+        sharing = context if context and tokens - at >= context.size * piece else None
+        length = min(context.size * piece if context and sharing else piece, tokens - at)
+        yield at, length, sharing
+        at += length
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A rank's part of some sequences, in place of a layer's state; `state` is the one before all of a sequence."""
+
+    context: Context
+    position: Tensor
+    """[B, L], of each token in its document."""
+    state: Any = None
+    documents: Documents | None = None
+
+    def __getitem__(self, name: str) -> "Stretch":
+        """In place of the tensor of that name in a layer's state."""
+        return replace(self, state=self.state and self.state[name])
+
+    def run(self, mixer: Callable[..., Any], x: Tensor, before: Any) -> Tensor:
+        """The mixer's outputs for the stretch after the state before it."""
+        if self.documents is not None:
+            return self.documents.mix(lambda rows, state: mixer(rows, state, False)[0], x, before)
+        y: Tensor = mixer(x, before, False)[0]
+        return y
+
+    def last_document(self, x: Tensor) -> Tensor:
+        """The stretch with zeros before each row's last document, which alone has a part in the state after it."""
+        return x if self.documents is None else self.documents.last(x)
+
+
+# Each of the following returns its first tensor as it came, besides what it exchanges. So the backward pass gets here
+# on every rank, whether it has a use for what it was given or not: where it did not, the others would wait for ever.
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of every rank, [ranks, …] each."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.context = context
+        return x.view_as(x), *(context.gather(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        own = []
+        for gradient in gradients:
+            own.append(torch.empty_like(gradient[0], memory_format=torch.contiguous_format))
+            dist.reduce_scatter(own[-1], list(gradient.contiguous()), group=ctx.context.group)
+        return None, x, *own
+
+
+class _Receive(torch.autograd.Function):
+    """Tensors that the rank before sends; each has the shape of one that is given."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, x: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+        ctx.context = context
+        return x.view_as(x), *context.receive(like, context.rank - 1)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.context.send(gradients, ctx.context.rank - 1)
+        return None, x, *(None for _ in gradients)
+
+
+class _Send(torch.autograd.Function):
+    """Tensors for the rank after."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.context = context
+        ctx.like = tuple(tensor.new_empty(()).expand(tensor.shape) for tensor in tensors)
+        context.send(tensors, context.rank + 1)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+        return None, x, *ctx.context.receive(ctx.like, ctx.context.rank + 1)
+
+
+def by_decay(
+    space: Any, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Where states add up. `space` has `left(x)`, the state that tokens alone leave, and `faded(state, tokens)`."""
+    context, length = stretch.context, x.shape[1]
+    left = space.left(stretch.last_document(x))
+    x, gathered = _Gather.apply(context, x, left)
+    before = state = torch.zeros_like(left) if stretch.state is None else stretch.state
+    for rank in range(context.size if keep_state else context.rank):
+        state = space.faded(state, length)
+        if stretch.documents is not None:
+            state = stretch.documents.survivors(rank, state)
+        state = state + gathered[rank]
+        if rank == context.rank - 1:
+            before = state
+    return stretch.run(mixer, x, before), state if keep_state else None
+
+
+def by_recent(
+    layer: Any, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
+) -> tuple[Tensor, LayerState]:
+    """Where the state holds recent tokens, `layer.reach` of them at most."""
+    context, length, reach = stretch.context, x.shape[1], layer.reach
+    if reach is None:
+        raise ValueError(
+            "attention to everything keeps every token, and cannot be spread over ranks by passing states: set "
+            "attention.chunk or attention.sliding, or parallel.context=1"
+        )
+    if length < reach:
+        raise ValueError(
+            f"each of {context.size} ranks has {length} tokens of a sequence, fewer than the {reach} that a layer "
+            "keeps: take longer sequences or pieces, or fewer ranks"
+        )
+    blank = None
+    if isinstance(layer, SequenceLayer):
+        blank = {**layer.initial_state(len(x)), "length": stretch.position[:, -1] + 1 - reach}
+    _, left = mixer(stretch.last_document(x)[:, length - reach :], blank, True)
+    left.pop("length", None)
+    x, *gathered = _Gather.apply(context, x, *left.values())
+    given = {name: tensors.unbind() for name, tensors in zip(left, gathered, strict=True)}
+    before = stretch.state
+    if context.rank:
+        before = {name: tensors[context.rank - 1] for name, tensors in given.items()}
+        before["length"] = stretch.position[:, 0]
+    y = stretch.run(mixer, x, before)
+    if not keep_state:
+        return y, {}
+    after = {name: tensors[-1] for name, tensors in given.items()}
+    return y, {**after, "length": stretch.position[:, 0] + (context.size - context.rank) * length}
+
+
+def in_turn(
+    layer: SequenceLayer, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
+) -> tuple[Tensor, LayerState]:
+    """Where a state depends on the one before it in any way: one rank after the other."""
+    context, state = stretch.context, stretch.state
+    if stretch.documents is not None:
+        raise ValueError("packed rows cannot be spread over ranks in a block-recurrent model: set parallel.context=1")
+    if context.rank:
+        like = layer.initial_state(len(x))
+        del like["length"]
+        x, *received = _Receive.apply(context, x, *like.values())
+        state = {**dict(zip(like, received, strict=True)), "length": stretch.position[:, 0]}
+    y, after = mixer(x, state, True)
+    length = after.pop("length")
+    # In the order of `initial_state`, which is what the others expect.
+    left = [after[name] for name in layer.state_slots() if name in after]
+    if context.rank < context.size - 1:
+        y = _Send.apply(context, y, *left)
+    if not keep_state:
+        return y, {}
+    y, *gathered = _Gather.apply(context, y, *left)
+    names = [name for name in layer.state_slots() if name in after]
+    last = {name: tensors[-1] for name, tensors in zip(names, gathered, strict=True)}
+    return y, {**last, "length": length + (context.size - 1 - context.rank) * x.shape[1]}
+
+
+def across_ranks(way: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a mixer, (self, x, state, keep_state) → (y, state): given a `Stretch` for a state, it finds the state
+    before the stretch in one of the ways above. x is as in `gss.nn.documents.each_document_alone`.
+    """
+
+    def decorate(mixer: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable  # exchanges between ranks are not the compiler's
+        def exchange(self: Any, x: Any, stretch: Stretch, keep_state: bool) -> Any:
+            function, rows = on_one_tensor(functools.partial(mixer, self), x)
+            return way(self, function, rows, stretch, keep_state)
+
+        @functools.wraps(mixer)
+        def mix(self: Any, x: Any, state: Any = None, keep_state: bool = True) -> Any:
+            if isinstance(state, Stretch):
+                return exchange(self, x, state, keep_state)
+            return mixer(self, x, state, keep_state)
+
+        return mix
+
+    return decorate
