@@ -19,6 +19,7 @@ from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 from gss.lm import load
 from gss.model import LanguageModel
+from gss.nn.quantized import is_quantized
 
 _RUN = "gss.json"
 """What of a run a folder of `transformers` has no place for: the step, the run's configuration and its data."""
@@ -29,6 +30,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     folder, target = Path(run), Path(out)
     require_new(target)
     model, tokenizer, step, _ = load(folder, step=step)
+    if is_quantized(model):
+        raise ValueError(f"the weights of {folder} are quantized: export the run that it was made from")
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     if data:
         data.pop("folder", None)  # a path of the machine that trained
