@@ -107,7 +107,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
                 f"{share} and {found[0][0]} are not parts of one corpus: their sources, options or vocabularies differ"
             )
     given = [asked["share"] for _, asked in found]
-    if given != [[number, machines] for number in range(1, machines + 1)]:
+    if len(given) != machines or given != [[number, machines] for number in range(1, machines + 1)]:
         names = ", ".join(f"{number}/{of}" for number, of in given)
         raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
     with _workshop(Path(out), []) as work:
