@@ -33,7 +33,6 @@ from gss.data.shards import (
     TOKENIZER_FOLDER,
     VERSION,
     Manifest,
-    read_manifest,
     read_sealed,
     write_manifest,
 )
@@ -89,9 +88,8 @@ def prepare(
         _write_parts(mine, made, tokenizer, workers or usable_cores(), progress or (lambda done, total: None))
         if machines == 1:
             return _merge([str(made)], work, Path(out))
-        sealed = read_manifest(made, SHARE_FORMAT)
         _put_in_place(made, Path(out), work)
-        return sealed
+        return read_sealed(f"{out}/{MANIFEST}", SHARE_FORMAT)
 
 
 def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
@@ -158,8 +156,8 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
         raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out, or remove it yourself")
     if force:
         return None
-    found = read_manifest(target, None)
-    if (found.content["request"], found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
+    found = read_sealed(str(manifest), FORMAT, SHARE_FORMAT)
+    if (found.content.get("request"), found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
         raise ValueError(
             f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
         )
