@@ -23,7 +23,7 @@ from gss.data.shards import SPLITS, check_ids, file_hash, unigram_entropy
 
 ROWS = 1 << 16  # documents handled at once
 BUCKET = 1 << 21  # documents whose digests are compared at once
-COPY = 1 << 22  # tokens copied at once
+COPY = 1 << 20  # tokens copied at once
 NAMED = 10  # documents named for each reason that left some out
 
 Table = npt.NDArray[Any]  # of RECORD, a row for each document
