@@ -99,7 +99,9 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
         expected = manifest["files"][name]
         try:
             size = (path / name).stat().st_size
-            if size != expected["size"]:
+            if not (path / name).is_file():
+                wrong.append(f"{name} is no file")
+            elif size != expected["size"]:
                 wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
             elif _wanted(name, groups) and _size_and_hash(path / name)["sha256"] != expected["sha256"]:
                 wrong.append(f"{name} has other contents than were written")

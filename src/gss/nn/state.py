@@ -87,6 +87,8 @@ class SequenceLayer(nn.Module):
                     f"the state is another model's: {name} has shape {list(sizes)} per sequence, "
                     f"expected {list(slot.shape)}"
                 )
+            if None in slot.shape and tensor.device.type == "cpu" and bool((state["length"] > sizes[0]).any()):
+                raise ValueError(f"the state is damaged: it has read more tokens than its {name} hold")
 
 
 def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
@@ -142,6 +144,11 @@ class ModelState:
             if name != "position":
                 _, index, slot = name.split(".", 2)
                 layers.setdefault(int(index), {})[slot] = tensor
+        position = tensors["position"]
+        counts = [position, *(tensor for tensor in tensors.values() if not tensor.is_floating_point())]
+        whole = position.ndim == 1 and position.dtype == torch.int64 and bool((position >= 0).all())
+        if not whole or any(not torch.equal(count, position) for count in counts):
+            raise ValueError("its counts of tokens are none, or do not agree")
         return ModelState(tensors["position"], tuple(layers[i] for i in range(len(layers))))
 
     def detach(self) -> "ModelState":
