@@ -16,7 +16,20 @@ SOURCE = Path(gss.__file__).parent
 # What each part of the package may import from the package besides itself, inside functions too. A part is a module,
 # or a folder with what no part of a longer name takes out of it. A part stands after those that it may import.
 _MODEL = {"config", "ops", "nn", "model"}
-_RUN = {*_MODEL, "", "precision", "io", "io.files", "data", "decode", "generate", "scoring", "lm", "evaluation"}
+_RUN = {
+    *_MODEL,
+    "",
+    "sampling",
+    "precision",
+    "io",
+    "io.files",
+    "data",
+    "decode",
+    "generate",
+    "scoring",
+    "lm",
+    "evaluation",
+}
 ALLOWED: dict[str, set[str]] = {
     "choices": set(),
     "config": {"choices"},
@@ -24,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"config", "presets"},  # and by name, on first use, what `gss.__all__` lists
     "recipes": {"config"},
     "paper": set(),
+    "sampling": set(),
     "box": set(),
     "ops": {"choices"},
     "nn": {"ops", "config", "choices"},
@@ -36,15 +50,15 @@ ALLOWED: dict[str, set[str]] = {
     "io": {"io.files", "model", "nn", "config"},
     "data": {"io.files"},
     "graph_decode": {"model", "nn", "ops"},
-    "decode": {"model", "nn", "ops", "precision", "graph_decode"},
+    "decode": {"model", "nn", "ops", "precision", "graph_decode", "sampling"},
     "generate": {"model", "nn", "data", "precision", "decode"},
     "scoring": {"model", "nn"},
-    "lm": {"model", "nn", "data", "precision", "generate", "io", "scoring", "box"},
+    "lm": {"model", "nn", "sampling", "data", "precision", "generate", "io", "scoring", "box"},
     "evaluation": {"model", "nn", "data", "precision", "scoring", "lm"},
     "training": {*_RUN - {"lm", "ops", "scoring", "decode"}, "pieces", "accounting", "presets", "recipes"},
     "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},
     "hf": {"config", "nn", "model", "loss", "data", "io", "io.files", "lm"},
-    "lm_eval": {"model", "data", "generate", "scoring", "lm"},
+    "lm_eval": {"model", "sampling", "data", "generate", "scoring", "lm"},
     "serve": {*_RUN - {"evaluation", "io", "scoring"}, "graph_decode"},
     "report": {*_RUN, "accounting", "paper", "training"},
     "bench": {*_RUN, "accounting", "loss", "presets", "training"},

@@ -4,18 +4,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import Sampling, prompt_ids, read, stream_text
+from gss.generate import prompt_ids, read, stream_text
 from gss.io.runs import load_model, read_config
 from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
+from gss.sampling import Sampling, SamplingOptions
 from gss.scoring import score_sequences
 
 
@@ -82,15 +83,11 @@ class LM:
         prompt: str = "",
         *,
         max_tokens: int = 200,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
         seed: int = 0,
         stop: Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
 
@@ -98,7 +95,7 @@ class LM:
         temperature           0 takes the likeliest token, 1 samples as the model says
         top_k, top_p, min_p   keep so many of the likeliest tokens; those that make up this probability; those at
                               least this fraction as likely as the likeliest
-        repetition_penalty    over 1: tokens that have occurred become less likely
+        repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
         seed                  the same seed gives the same text
         stop                  texts to end before
         state                 what `read` returned: the prompt, which must not be empty then, continues from there
@@ -109,15 +106,12 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-        )
         return stream_text(
             self.model,
             self.tokenizer,
             prompt,
             max_tokens=max_tokens,
-            sampling=sampling,
+            sampling=Sampling(**sampling),
             seed=seed,
             stop=stop,
             state=state,

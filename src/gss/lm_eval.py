@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from gss.data import Tokenizer
-from gss.generate import Sampling, generate
+from gss.generate import generate
 from gss.lm import load
 from gss.model import LanguageModel
+from gss.sampling import OPTIONS, Sampling
 from gss.scoring import PIECE, score_sequences
 
 try:
@@ -148,8 +149,8 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
     if not options.get("do_sample", temperature > 0):
         return Sampling(temperature=0)
-    names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return Sampling(temperature=temperature, **{name: options[name] for name in names if options.get(name)})
+    others = {name: options[name] for name in OPTIONS if options.get(name)}
+    return Sampling(**{**others, "temperature": temperature})
 
 
 if __name__ == "__main__":

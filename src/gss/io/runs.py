@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from gss.config import ModelConfig, from_mapping
 from gss.io import checkpoint
@@ -76,7 +77,7 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     if max(config.depth * blocks, config.dss_mixers if "dss" in config.kinds else 0) > len(shapes):
         return False  # a layer without a weight
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingDrawn():
             model = build_model(config)
             state = model.initial_state(1).nbytes
     except (RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
@@ -84,6 +85,15 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return found == dict(shapes) and state <= max(_STATE_BYTES, 16 * weights)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Tensors without storage have no values to draw; torch would import its compiler to draw none."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
