@@ -1,9 +1,10 @@
 """Commands that run a model on text: generate, read."""
 
+import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gss.cli.use import Precision, Run, State
+from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
     from gss.generate import TextPiece
@@ -18,8 +20,28 @@ if TYPE_CHECKING:
 # Parameters under which a step is too little work to share: with 7M, two threads on two cores are 1.2 times as fast
 # as one at best, and many times slower when anything else wants a core.
 _SMALL = 16_000_000
+_DEFAULTS = {"temperature": 0.8}
 
 
+def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each of the sampler's, after `tokens`, in place of its `**sampling`."""
+    own = inspect.signature(command)
+    given = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "sampling"]
+    place = 1 + [parameter.name for parameter in given].index("tokens")
+    given[place:place] = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_DEFAULTS.get(name, option.default),
+            annotation=Annotated[option.type, typer.Option(help=option.metadata["about"])],
+        )
+        for name, option in OPTIONS.items()
+    ]
+    command.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+    return command
+
+
+@_with_sampling
 def generate_command(
     run: Run = None,
     prompt: Annotated[
@@ -31,17 +53,6 @@ def generate_command(
     ] = None,
     state: State = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to produce.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 samples as the model says.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Keep only this many of the likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep only the likeliest tokens that reach this total probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Keep only tokens at least this fraction as likely as the likeliest.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Over 1: tokens that have occurred become less likely.")
-    ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
@@ -53,9 +64,9 @@ def generate_command(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
+    **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
-    from gss.decode import Sampling
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
     from gss.lm import load
@@ -63,14 +74,12 @@ def generate_command(
 
     check(precision)
     given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _argument(prompt)]
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
+    drawn = Sampling(**sampling)
     lm = load(run, step=step, device=pick_device(device), state=state)
     small = sum(parameter.numel() for parameter in lm.model.parameters()) < _SMALL
     options: dict[str, Any] = {"n": samples, "max_tokens": tokens, "seed": seed, "stop": stop or ()}
     with _threads(threads or (1 if small else None)):
-        texts = stream_texts(lm.model, lm.tokenizer, given, sampling=sampling, precision=precision, **options)
+        texts = stream_texts(lm.model, lm.tokenizer, given, sampling=drawn, precision=precision, **options)
         _print(texts, given, samples, seed, as_json, echo)
 
 

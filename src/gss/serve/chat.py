@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from gss.serve.completions import ActiveCompletion
-from gss.serve.schemas import INT64, CompletionRequest, Request, StreamOptions, Texts, Usage
+from gss.serve.schemas import INT64, CompletionRequest, Request, SamplingRequest, StreamOptions, Texts, Usage
 
 _DEFAULT_TOKENS = 256
 
@@ -20,18 +20,13 @@ class Message(Request):
     content: str
 
 
-class ChatRequest(Request):
+class ChatRequest(SamplingRequest):
     """OpenAI's chat completions, as far as a model that continues texts can answer them."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description=f"Most tokens to produce; {_DEFAULT_TOKENS}.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
-    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, lt=2**31)
-    min_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(1, ge=1, lt=2**31, description="Answers.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
     stop: str | Texts | None = Field(None, description="End before any of these, besides the next turn.")

@@ -1,10 +1,10 @@
 """What requests and answers look like; the OpenAPI description is made from these."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from gss.generate import Sampling
+from gss.sampling import OPTIONS, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 # The first bad item ends a list: an error for each of a million, in every branch of a union, would take a minute.
@@ -34,7 +34,16 @@ class StreamOptions(Request):
     include_usage: bool = Field(False, description="Send the counts of tokens in a chunk of their own, at the end.")
 
 
-class CompletionRequest(Request):
+_OPTIONS: dict[str, Any] = {
+    name: (Optional[option.type], Field(option.default, description=about["about"], **about["served"]))  # noqa: UP045
+    for name, option in OPTIONS.items()
+    for about in [option.metadata]
+}
+SamplingRequest: Any = create_model("SamplingRequest", __base__=Request, **_OPTIONS)
+"""The sampler's options, which every kind of completion has."""
+
+
+class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -42,11 +51,6 @@ class CompletionRequest(Request):
         "", description="A text, several, or token ids (read exactly as given)."
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
-    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, lt=2**31)
-    min_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
@@ -64,13 +68,7 @@ class CompletionRequest(Request):
 
     def sampling(self) -> Sampling:
         """How tokens are drawn."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty or 1.0,
-        )
+        return Sampling(**{name: value for name in OPTIONS if (value := getattr(self, name)) is not None})
 
 
 class TokenizeRequest(Request):
