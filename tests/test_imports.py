@@ -20,9 +20,9 @@ _RUN = {*_MODEL, "", "precision", "io", "io.files", "data", "decode", "generate"
 ALLOWED: dict[str, set[str]] = {
     "choices": set(),
     "config": {"choices"},
-    "presets": {"config"},
+    "presets": {"choices", "config"},
     "": {"config", "presets"},  # and by name, on first use, what `gss.__all__` lists
-    "recipes": {"config"},
+    "recipes": {"choices", "config"},
     "paper": set(),
     "box": set(),
     "ops": {"choices"},
@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "scoring": {"model", "nn"},
     "lm": {"model", "nn", "data", "precision", "generate", "io", "scoring", "box"},
     "evaluation": {"model", "nn", "data", "precision", "scoring", "lm"},
-    "training": {*_RUN - {"lm", "ops", "scoring", "decode"}, "pieces", "accounting", "presets", "recipes"},
+    "training": {*_RUN - {"ops", "scoring", "decode"}, "choices", "pieces", "accounting", "presets", "recipes"},
     "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},
     "hf": {"config", "nn", "model", "loss", "data", "io", "io.files", "lm"},
     "lm_eval": {"model", "data", "generate", "scoring", "lm"},
@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
             "accounting",
             "bench",
             "box",
+            "choices",
             "hf",
             "paper",
             "presets",

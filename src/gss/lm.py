@@ -10,8 +10,9 @@ import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import Sampling, prompt_ids, read, stream_text
+from gss.generate import Sampling, first_state, prompt_ids, read, stream_text
 from gss.io.runs import load_model, read_config
+from gss.io.states import load_state
 from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.state import ModelState
@@ -143,7 +144,7 @@ class LM:
         >>> text == lm.generate("Once upon a time there was", max_tokens=10)
         True
         """
-        ids = prompt_ids(self.tokenizer, text)[0 if state is None else 1 :]
+        ids = prompt_ids(self.tokenizer, text, state or first_state(self.model))
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.embedding.weight.device)
         with running(self.model, resolved(precision, self.model)):
             return read(self.model, tokens, state, context=context)[1]
@@ -161,10 +162,17 @@ class LM:
         return Score(tuple(ids[1:]), tuple(torch.cat(logs).tolist()) if logs else ())
 
 
-def load(run: str | Path | None = None, *, step: int | None = None, device: torch.device | str = "cpu") -> LM:
+def load(
+    run: str | Path | None = None,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    state: str | Path | ModelState | None = None,
+) -> LM:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
 
-    Without a run it is the model that comes with the package. Weights kept in bf16, as its are, become float32.
+    Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
+    as well. With a `state`, or a file of one, every text starts from there.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -172,7 +180,14 @@ def load(run: str | Path | None = None, *, step: int | None = None, device: torc
     >>> gss.load().preset
     'gss-hybrid-small'
     """
-    folder = box.folder() if run is None else Path(run)
+    folder = run_folder(run)
     config = read_config(folder)
     model, step = load_model(folder, config, step)
-    return LM(model.to(device), load_tokenizer(folder / "tokenizer"), step, config.get("preset"))
+    if state is not None:
+        model.start_from(state if isinstance(state, ModelState) else load_state(state))
+    return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
+
+
+def run_folder(run: str | Path | None) -> Path:
+    """The folder of a run, the box's where that is meant."""
+    return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)

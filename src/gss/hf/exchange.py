@@ -17,11 +17,9 @@ from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.io.runs import EXPORTED
 from gss.lm import load
 from gss.model import LanguageModel
-
-_RUN = "gss.json"
-"""What of a run a folder of `transformers` has no place for: the step, the run's configuration and its data."""
 
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
@@ -29,6 +27,11 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     folder, target = Path(run), Path(out)
     require_new(target)
     model, tokenizer, step, _ = load(folder, step=step)
+    if model.first is not None:
+        raise ValueError(
+            f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
+            "from, and use the state with gss"
+        )
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     if data:
         data.pop("folder", None)  # a path of the machine that trained
@@ -43,7 +46,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
         tokenizer.save(aside / VOCABULARY)
         card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
         write_file(aside / "README.md", card)
-        write_json(aside / _RUN, {"step": step, "config": settings, "data": data})
+        write_json(aside / EXPORTED, {"step": step, "config": settings, "data": data})
     return target
 
 
@@ -57,7 +60,7 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     require_new(target)
     if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
         raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    known = _read_run(source / _RUN)
+    known = _read_run(source / EXPORTED)
     tokenizer, model = read_vocabulary(source), _read_model(source)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

@@ -125,15 +125,6 @@ def load(path: Path, groups: Collection[str] | None = None, *, verified: bool = 
     return Checkpoint(path, manifest["step"], tensors, trainer)
 
 
-def shapes(path: Path, group: str) -> dict[str, list[int]]:
-    """The shape of every tensor of a checkpoint's group by name, from the file's header alone."""
-    try:
-        with safetensors.safe_open(path / f"{group}.safetensors", "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in list(file.keys())}
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {error}") from None
-
-
 def _wanted(name: str, groups: Collection[str] | None) -> bool:
     return groups is None or not name.endswith(".safetensors") or name.removesuffix(".safetensors") in groups
 

@@ -178,6 +178,33 @@ class ModelState:
         return ModelState(torch.cat([state.position for state in states]), layers)
 
 
+class FirstState(nn.Module):
+    """A state of one sequence that a model starts from instead of an empty one: parameters, so that it can be learned,
+    and moves and is saved with the model."""
+
+    def __init__(self, state: ModelState) -> None:
+        super().__init__()
+        self.position = nn.Parameter(state.position.clone(), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Module() for _ in state.layers)
+        for module, layer in zip(self.layers, state.layers, strict=True):
+            for name, tensor in layer.items():
+                module.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def value(self) -> ModelState:
+        """The state, of one sequence."""
+        return ModelState(self.position, tuple(dict(layer.named_parameters()) for layer in self.layers))
+
+    def forward(self, batch: int) -> ModelState:
+        """The state for `batch` sequences."""
+        return self.value().select([0] * batch)
+
+    def learned(self) -> "FirstState":
+        """This one, with everything that is not a count set to be learned."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return self
+
+
 def _join(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate over the batch; what grows with reading (dimension 1 of a key cache) is padded to the longest."""
     sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]

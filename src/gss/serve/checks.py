@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from gss.generate import prompt_ids
+from gss.generate import first_state, prompt_ids
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError
@@ -112,9 +112,14 @@ async def _prompts(given: Any, engine: EngineThread, limits: Limits) -> list[Pro
 
 
 def _tokenized(given: list[Any], engine: EngineThread) -> list[Prompt]:
-    tokenizer = engine.tokenizer
+    tokenizer, state = engine.tokenizer, first_state(engine.model)
+
+    def read(text: str) -> Prompt:
+        ids = prompt_ids(tokenizer, text, state)
+        return Prompt(ids, text, int(ids[0] == tokenizer.eos_id))
+
     return [
-        Prompt(prompt_ids(tokenizer, each), each, 1)
+        read(each)
         if isinstance(each, str)
         else Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
         for each in given

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from gss.accounting import flops_per_token
+from gss.choices import nearest
 from gss.config import to_mapping
-from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset, read_manifest
+from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset
+from gss.generate import first_state
 from gss.io import checkpoint
-from gss.model import build_model
-from gss.training import probe, snapshot
-from gss.training.config import TrainConfig, differences, flattened, resolve
+from gss.io.states import save_state
+from gss.training import probe, snapshot, start
+from gss.training.config import TrainConfig, differences, flattened
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, UnchangedData, data_facts
 from gss.training.interrupt import Interrupt
@@ -49,7 +51,7 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig | str,
+    config: TrainConfig | str | None,
     data: str | Path,
     out: str | Path,
     *,
@@ -60,8 +62,9 @@ def train(
 ) -> TrainResult:
     """Train, or resume training, in the folder `out` on the prepared corpus `data`.
 
-    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file) and
-    settings if wanted. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
+    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file; None: what
+    suits the model and the machine) and settings if wanted. `None` with `start="box"` or a run folder starts from the
+    weights of that model. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
     model, batches, optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to
     train longer. Under torchrun every process calls this.
 
@@ -72,8 +75,8 @@ def train(
     >>> result.step, gss.load(folder).step
     (2, 2)
     """
-    if isinstance(config, str):
-        config = resolve(config, recipe, settings, read_manifest(data).tokenizer["vocab_size"])
+    if not isinstance(config, TrainConfig):
+        config, _ = start.plan(data, out, config, recipe, settings)
     elif recipe is not None or settings:
         raise ValueError("a whole configuration takes no recipe and no settings: give a preset's name with them")
     _refuse_unknown(allow, config)
@@ -114,15 +117,12 @@ class _Run:
         allow: Sequence[str],
         quiet: bool,
     ) -> None:
-        if config.model.vocab_size < dataset.vocab_size:
-            raise ValueError(
-                f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
-            )
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = probe.open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         torch.manual_seed(config.seed)
-        self.stepper = Stepper(build_model(config.model), config, world)
+        resuming = bool(checkpoint.checkpoints(folder.checkpoints))
+        self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
         self.step = 0
         self.progress = Progress(
             config.steps,
@@ -218,9 +218,11 @@ class _Run:
             return
         self.folder.describe(config, self.dataset, world.size, world.device)
         self.folder.cut_metrics(self.step)
-        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
+        parameters = list(self.stepper.model.parameters())
+        learned = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.progress.note(
-            f"{config.preset}: {parameters:,} parameters on {world.size} × {world.device.type}; "
+            f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
+            f"{f', of which {learned:,} are learned,' if config.start else ''} on {world.size} × {world.device.type}; "
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
             f"epoch; run folder {self.folder.path}"
         )
@@ -313,6 +315,10 @@ class _Run:
                 f"and run the same command again; it resumes from {self._newest()}"
             )
         checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
+        if self.config.tune == "state":
+            state = first_state(self.stepper.model)
+            assert state is not None
+            save_state(state, self.folder.path / "state.safetensors")
         keep = self.config.checkpoint
         checkpoint.retain(self.folder.checkpoints, self.step, keep.keep_last, keep.keep_every)
 
@@ -333,9 +339,9 @@ class _Run:
 
 def _refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
     known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
-    unknown = [name for name in allow if name not in known]
-    if unknown:
-        raise ValueError(f"--allow {unknown[0]}: there is no such setting; settings are named as with --set")
+    for name in allow:
+        if name not in known:
+            raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
 
 
 def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
