@@ -64,9 +64,24 @@ def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in facts["rows"])
     written = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [float(row["loss"]) for row in written] == [row["loss"] for row in facts["rows"]]
-    table = call("eval", run, "--data", data, "--lengths", "64,512", "--max-tokens", "1000")
+    table = call("eval", run, "--data", data, "--max-tokens", "1000")
     assert "1,000 tokens of" in " ".join(table.split())
     assert "512" in table
+    assert "65,536" not in table  # the default lengths are scored as far as documents reach
+
+
+def test_eval_keeps_its_numbers_at_80_columns(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    data, run = folders
+    lengths = [16, 32, 64, 128, 256, 512]
+    options = ("eval", run, "--data", data, "--lengths", ",".join(map(str, lengths)), "--carry-state")
+    table, facts = call(*options), json.loads(call(*options, "--json"))
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" not in table
+    for row in facts["rows"]:
+        (line,) = [line for line in table.splitlines() if f" {row['length'] or 'whole'} " in line]
+        assert f"{row['perplexity']:.3f}" in line
+        assert f"{row['bits_per_byte']:.3f}" in line
 
 
 def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -79,7 +94,7 @@ def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Pat
             (named / item.name).symlink_to(item)
     (named / "config.json").write_text(json.dumps({**config, "preset": "gss"}))
     table = call("eval", named, "--data", data, "--lengths", "64,512")
-    assert "paper, PG-19" in table
+    assert "PG-19" in table
     assert "14.01" in table
 
 

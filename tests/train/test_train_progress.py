@@ -1,12 +1,19 @@
 """The figures that a run shows of itself."""
 
+import io
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 from train_runs import small_config
 
+from gss.data import open_dataset
 from gss.io.runs import read_metrics
 from gss.training import loop, train
+from gss.training.distributed import World
+from gss.training.folder import RunFolder
+from gss.training.progress import Progress, training_line
 
 
 def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +37,38 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert len(rows) == 13
     assert all(row["tokens_per_second"] == pytest.approx(config.batch_tokens) for row in rows)
+
+
+@pytest.mark.parametrize(("width", "gone"), [(None, []), (200, []), (80, ["gradient", "rate"])])
+def test_a_narrow_line_keeps_speed_and_time_left(width: int | None, gone: list[str]) -> None:
+    row = {"step": 1234, "loss": 3.2, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 123456.0}
+    line = training_line({**row, "mfu": 0.4}, 125_000, 1e6, width)
+    assert "123,456 tokens/s" in line
+    assert "11d13h left" in line
+    assert all(word not in line for word in gone)
+    assert width is None or len(line) < width
+
+
+def test_the_live_line_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    progress = Progress(100)
+    progress._console = Console(force_terminal=True, width=80, file=io.StringIO())
+    with progress:
+        assert progress._live is not None
+        monkeypatch.setattr(progress._live, "update", lambda text: shown.append(text.plain))
+        progress.stepped(1)
+        row = {"step": 2, "loss": 3.2, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 9.0}
+        progress.training(row, 98.0)
+        progress.stepped(3)
+    assert [line.split(" · ")[0] for line in shown] == ["step 1/100", "step 2/100", "step 3/100"]
+    assert "9 tokens/s" in shown[2]
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(2, False), (12_500_000_000, True)])
+def test_a_run_without_end_on_a_cpu_is_warned_of(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, warned: bool
+) -> None:
+    config = small_config("gss", steps=steps, optimizer__learning_rate=0.01)
+    run = loop._Run(config, open_dataset(corpus, "train"), RunFolder(tmp_path), World(torch.device("cpu")), (), False)
+    run._introduce()
+    assert ("days on this CPU" in " ".join(capsys.readouterr().out.split())) == warned

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
-    from gss.evaluation import Evaluation
+    from gss.evaluation import Evaluation, LengthResult
 
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
@@ -25,7 +28,9 @@ def evaluate_command(
     data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
     run: Run = None,
     split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths, separated by commas; those that no document reaches are left out.")
+    ] = "512,4096,16384,65536",
     carry_state: Annotated[
         bool, typer.Option("--carry-state", help="Also read every document whole, with its state carried.")
     ] = False,
@@ -48,14 +53,21 @@ def evaluate_command(
     from gss.box import NAME
     from gss.cli.progress import share_bar
     from gss.data import open_dataset
-    from gss.evaluation import evaluate
+    from gss.evaluation import evaluate, longest_document
     from gss.io.files import finite
     from gss.lm import load
     from gss.paper import PERPLEXITY
     from gss.training.distributed import joined
 
-    wanted: list[int | None] = [*whole_numbers(lengths)]
+    asked = whole_numbers(lengths)
     dataset = open_dataset(data, split)
+    longest = longest_document(dataset, max_tokens)
+    wanted: list[int | None] = [length for length in asked if length <= longest]
+    if not wanted and not carry_state:
+        wanted = [*asked]  # which is refused, with the reason
+    elif len(wanted) < len(asked):
+        beyond = ", ".join(f"{length:,}" for length in asked if length > longest)
+        print(f"not scored at {beyond}: the longest document has {longest:,} tokens", file=sys.stderr)
     with joined(device) as world, share_bar("scoring") as show:
         lm, name = load(run, step=step, device=world.device, state=state), str(run or NAME)
         result = evaluate(
@@ -82,11 +94,29 @@ def evaluate_command(
         facts = {"run": name, "step": lm.step, "data": dataset.hash, "split": split}
         print(json.dumps(finite({**facts, "documents": result.documents, "rows": rows}), indent=2))
     else:
-        table = length_table({f"step {lm.step:,}": result}, f"{name} on {split}")
-        for corpus, scores in PERPLEXITY.get(lm.preset or "", {}).items():
-            columns = [f"{scores[row.length]:.2f}" if row.length in scores else "" for row in result.rows]
-            table.add_row(f"paper, {corpus}", *columns, style="dim")
-        Console().print(table)
+        Console().print(
+            _score_table(result, f"{name} on {split}, step {lm.step:,}", PERPLEXITY.get(lm.preset or "", {}))
+        )
+
+
+def _score_table(result: "Evaluation", title: str, paper: "Mapping[str, Mapping[int, float]]") -> "Table":
+    """A row for each length, which fits into 80 columns; the paper's perplexities beside ours."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"{escape(title)}: {result.tokens:,} tokens of {result.documents} documents")
+    for column in ("length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {name}" for name in paper)):
+        table.add_column(column, justify="right")
+    for row in result.rows:
+        theirs = (f"{scores[row.length]:.2f}" if row.length in scores else "" for scores in paper.values())
+        table.add_row("whole" if row.length is None else f"{row.length:,}", *_figures(row), *theirs)
+    table.caption = "±: standard error of the loss over documents; per word: perplexity per word."
+    return table
+
+
+def _figures(row: "LengthResult") -> tuple[str, str, str, str]:
+    error = "–" if math.isnan(row.standard_error) else f"{row.standard_error:.3f}"
+    return f"{row.perplexity:.3f}", error, f"{row.word_perplexity:.4g}", f"{row.bits_per_byte:.3f}"
 
 
 def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
@@ -104,8 +134,7 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
     for name, result in results.items():
         last = result.rows[-1]
         scores = [f"{row.perplexity:.3f}" for row in result.rows]
-        error = "–" if math.isnan(last.standard_error) else f"{last.standard_error:.3f}"
-        table.add_row(name, *scores, error, f"{last.word_perplexity:.4g}", f"{last.bits_per_byte:.3f}")
+        table.add_row(name, *scores, *_figures(last)[1:])
     table.caption = "±: standard error of the loss over documents. The last three columns are for the longest length."
     return table
 

@@ -26,7 +26,7 @@ from gss.training.config import TrainConfig, differences, flattened
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, UnchangedData, data_facts
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, matmul_rate, perplexity
+from gss.training.progress import Progress, cpu_rate, matmul_rate, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
@@ -159,6 +159,7 @@ class _Run:
             for batch in batches:
                 self._pending.append(self.stepper.step(batch, self.step))
                 self.step += 1
+                self.progress.stepped(self.step)
                 stop = world.any(interrupt.signal is not None)
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
@@ -228,6 +229,13 @@ class _Run:
         )
         if config.report.evaluate_every and self.validation is None:
             self.progress.note(f"the data has no split {probe.VALIDATION!r}: nothing will be evaluated on the way")
+        if world.device.type == "cpu":
+            days = (config.steps - self.step) * config.batch_tokens * self._flops / world.size / cpu_rate() / 86400
+            if days > 1:
+                self.progress.note(
+                    f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
+                    "this CPU. Ctrl-C stops; --config tiny or cpu, or --set steps=…, makes a run of it that ends"
+                )
         if self.step:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")
 

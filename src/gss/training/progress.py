@@ -26,6 +26,8 @@ class Progress:
         self._steps = steps
         self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._live: Live | None = None
+        self._row: Mapping[str, Any] | None = None
+        self._ends = 0.0
         self._board = _summary_writer(tensorboard) if tensorboard else None
 
     def __enter__(self) -> "Progress":
@@ -48,11 +50,21 @@ class Progress:
 
     def training(self, row: Mapping[str, Any], seconds_left: float) -> None:
         """The newest training row."""
-        line = Text(training_line(row, self._steps, seconds_left))
+        self._row, self._ends = row, time.monotonic() + seconds_left
         if self._live is not None:
-            self._live.update(line)
+            self.stepped(row["step"])
         else:
-            self._console.print(line)
+            self._console.print(Text(training_line(row, self._steps, seconds_left)))
+
+    def stepped(self, step: int) -> None:
+        """Another step was taken, of which nothing is known yet: on a terminal the line moves on."""
+        if self._live is None:
+            return
+        line = f"step {step:,}/{self._steps:,} · the first figures are on their way"
+        if self._row is not None:
+            left = self._ends - time.monotonic()
+            line = training_line({**self._row, "step": step}, self._steps, left, self._console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers for TensorBoard."""
@@ -61,19 +73,24 @@ class Progress:
                 self._board.add_scalar(name, value, step)
 
 
-def training_line(row: Mapping[str, Any], steps: int, seconds_left: float) -> str:
-    """One line of progress."""
-    parts = [
-        f"step {row['step']:,}/{steps:,}",
-        f"loss {row['loss']:.4f}",
-        f"perplexity {perplexity(row['loss']):.2f}",
-        f"rate {row['learning_rate']:.2e}",
-        f"gradient {row['gradient_norm']:.2f}",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-    ]
-    if row.get("mfu") is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
-    return " · ".join([*parts, f"{duration(seconds_left)} left"])
+def training_line(row: Mapping[str, Any], steps: int, seconds_left: float, width: int | None = None) -> str:
+    """One line of progress. Where it would be wider than `width`, what matters least is left out."""
+    parts = {
+        "step": f"step {row['step']:,}/{steps:,}",
+        "loss": f"loss {row['loss']:.4f}",
+        "perplexity": f"perplexity {perplexity(row['loss']):.2f}",
+        "rate": f"rate {row['learning_rate']:.2e}",
+        "gradient": f"gradient {row['gradient_norm']:.2f}",
+        "speed": f"{row['tokens_per_second']:,.0f} tokens/s",
+        "mfu": f"MFU {row['mfu']:.1%}" if row.get("mfu") is not None else "",
+        "left": f"{duration(seconds_left)} left",
+    }
+    for dropped in ("", "gradient", "rate", "mfu", "perplexity"):
+        parts.pop(dropped, None)
+        line = " · ".join(filter(None, parts.values()))
+        if width is None or len(line) < width:
+            break
+    return line
 
 
 def perplexity(loss: float) -> float:
@@ -91,6 +108,11 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def cpu_rate() -> float:
+    """FLOP/s that training comes to on this CPU, as far as can be said without trying: for warnings."""
+    return 1.5e10 * torch.get_num_threads()
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
