@@ -26,6 +26,8 @@ try:
     from lm_eval.api.registry import register_model
     from tqdm import tqdm
 except ImportError as error:
+    if __name__ == "__main__":
+        raise SystemExit("error: gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from None
     raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
 
 Row = tuple[list[int], int]

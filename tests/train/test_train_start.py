@@ -1,6 +1,7 @@
 """Starting from trained weights: fine-tuning, LoRA, a first state tuned or read, and the recipe that is chosen."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from train_runs import assignments, final_files, losses, run, small_config
 from typer.testing import CliRunner
 
 import gss
+from gss import box
 from gss.cli import app
 from gss.config import parse_assignments
 from gss.nn.lora import add_lora, merged
@@ -242,3 +244,16 @@ def test_what_cannot_be(corpus: Path, tmp_path: Path, settings: dict[str, object
     preset = None if "start" in settings else "gss-tiny"
     with pytest.raises(ValueError, match=message):
         plan(corpus, tmp_path / "out", preset, None, settings)
+
+
+def test_what_an_error_suggests_is_possible(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """Another model is not resumed with --allow, and weights without an optimizer are to be started from."""
+    changed = small_config(model__pattern='["gss"]')
+    with pytest.raises(ValueError, match=r"model\.pattern was .*give another --out$"):
+        gss.train(changed, corpus, base, quiet=True)
+    with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
+        gss.train(small_config(steps=13), corpus, base, quiet=True)
+    shutil.copytree(box.folder(), tmp_path / "copy")
+    assert gss.load(tmp_path / "copy").step == gss.load().step
+    with pytest.raises(ValueError, match=r"no training that could be resumed.*with --from"):
+        gss.train("gss-hybrid-small", corpus, tmp_path / "copy", quiet=True)

@@ -108,7 +108,8 @@ def _score_table(result: "Evaluation", title: str, paper: "Mapping[str, Mapping[
     for column in ("length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {name}" for name in paper)):
         table.add_column(column, justify="right")
     for row in result.rows:
-        theirs = (f"{scores[row.length]:.2f}" if row.length in scores else "" for scores in paper.values())
+        found = [scores.get(row.length or 0) for scores in paper.values()]
+        theirs = ["" if score is None else f"{score:.2f}" for score in found]
         table.add_row("whole" if row.length is None else f"{row.length:,}", *_figures(row), *theirs)
     table.caption = "±: standard error of the loss over documents; per word: perplexity per word."
     return table

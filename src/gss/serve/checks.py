@@ -34,6 +34,10 @@ async def check_completion(
         raise _beyond("n", n, min(limits.n, engine.rows))
     if body.best_of not in (None, n):
         raise ApiError(400, "best_of is not supported: leave it out", param="best_of", code="unsupported")
+    for param in ("presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
+        if getattr(body, param):
+            instead = ", or use repetition_penalty" if param.endswith("penalty") else ""
+            raise ApiError(400, f"{param} is not supported: leave it out{instead}", param=param, code="unsupported")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens > limits.max_tokens:
         raise _beyond("max_tokens", max_tokens, limits.max_tokens)

@@ -194,7 +194,10 @@ class _Run:
             return
         saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
         if not all(isinstance(saved.trainer.get(name), dict) for name in ("config", "data", "optimizer")):
-            raise ValueError(f"{saved.path} holds no training that could be resumed: give another --out")
+            raise ValueError(
+                f"{saved.path} holds no training that could be resumed: start another run from its weights, with "
+                f"--from {self.folder.path} and another --out"
+            )
         _refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
@@ -361,8 +364,9 @@ def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datas
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)
-        # Another vocabulary is another model, which cannot be resumed.
-        otherwise = "" if "model.vocab_size" in changed else f", or resume anyway with {flags}"
+        # A model with other settings is another model, which this checkpoint is not of.
+        other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
+        otherwise = "" if other else f", or resume anyway with {flags}"
         raise ValueError(
             f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
         )
