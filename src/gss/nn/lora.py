@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 _PLACE = ".parametrizations.weight."
 """What torch puts into the name of a weight that has something on top of it."""
@@ -29,6 +28,8 @@ class LowRank(nn.Module):
 
 def add_lora(model: nn.Module, rank: int) -> None:
     """Put a product of this rank on top of every dense layer, in place; nothing else learns from here on."""
+    from torch.nn.utils import parametrize  # slow to import, and only training needs it
+
     model.requires_grad_(False)
     for module in [module for module in model.modules() if isinstance(module, nn.Linear)]:
         parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
