@@ -21,6 +21,20 @@ from gss.io.runs import EXPORTED
 from gss.lm import load
 from gss.model import LanguageModel
 
+_MODULE = "modeling_gss"
+_CODE = '''"""The classes of this model, which are those of the gss library: https://arxiv.org/abs/2206.13947
+
+After `import gss.hf` they are known to transformers, and neither this file nor trust_remote_code is needed.
+"""
+
+try:
+    from gss.hf import GSSConfig, GSSForCausalLM, GSSSentencePieceTokenizer
+except ImportError as error:
+    raise ImportError("this model needs its library: pip install 'gss-lm[hf]', and then import gss.hf") from error
+
+__all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
+'''
+
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
@@ -43,11 +57,32 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
                 f"could not write the weights to {target}: {error}. Nothing is left there; make room"
             ) from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
+        _add_code(aside)
         tokenizer.save(aside / VOCABULARY)
         card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
         write_file(aside / "README.md", card)
         write_json(aside / EXPORTED, {"step": step, "config": settings, "data": data})
     return target
+
+
+def _add_code(folder: Path) -> None:
+    """Name the classes to `transformers` where `gss.hf` was not imported: for those who trust the file, of one import.
+
+    A folder's code is the library's, of the version that is installed, and not a copy of it that would grow old.
+    """
+    write_file(folder / f"{_MODULE}.py", _CODE)
+    names = {
+        "config.json": {"AutoConfig": "GSSConfig", "AutoModelForCausalLM": "GSSForCausalLM"},
+        "tokenizer_config.json": {"AutoTokenizer": "GSSSentencePieceTokenizer"},
+    }
+    for name, classes in names.items():
+        settings = read_json(folder / name)
+        found: dict[str, Any] = {auto: f"{_MODULE}.{own}" for auto, own in classes.items()}
+        if name.startswith("tokenizer"):
+            if settings.get("tokenizer_class") != "GSSSentencePieceTokenizer":
+                continue  # a fast tokenizer, which needs no code
+            found = {auto: [own, None] for auto, own in found.items()}
+        write_json(folder / name, {**settings, "auto_map": found})
 
 
 def import_folder(folder: str | Path, out: str | Path) -> Path:
