@@ -1,13 +1,16 @@
 """The figures that a run shows of itself."""
 
 import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from train_runs import small_config
 
+from gss.config import override
 from gss.data import open_dataset
 from gss.io.runs import read_metrics
 from gss.training import loop, train
@@ -72,3 +75,28 @@ def test_a_run_without_end_on_a_cpu_is_warned_of(
     run = loop._Run(config, open_dataset(corpus, "train"), RunFolder(tmp_path), World(torch.device("cpu")), (), False)
     run._introduce()
     assert ("days on this CPU" in " ".join(capsys.readouterr().out.split())) == warned
+
+
+def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of every step, in order, under one id that a resumed run has too; without the package, one line."""
+    config = small_config("gss", steps=3, report__wandb=True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"needs the wandb package: pip install 'gss-lm\[wandb\]'"):
+        train(config, corpus, tmp_path / "run", quiet=True)
+    begun: list[dict] = []
+    logged: list[tuple[int, dict]] = []
+    ended: list[bool] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(True))
+
+    def init(**options):
+        begun.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    train(config, corpus, tmp_path / "run", quiet=True)
+    train(override(config, {"steps": 4}), corpus, tmp_path / "run", quiet=True, allow=["steps"])
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
+    assert all(values["train/loss"] > 0 for _, values in logged)
+    assert len({options["id"] for options in begun}) == 1
+    assert begun[0]["config"]["model"]["width"] == 16
+    assert ended == [True, True]

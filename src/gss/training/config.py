@@ -114,6 +114,8 @@ class ReportConfig:
     """Tokens a sample."""
     tensorboard: bool = False
     """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
+    wandb: bool = False
+    """Also send the numbers to Weights & Biases, as a run of the project gss (needs the wandb extra)."""
 
     def __post_init__(self) -> None:
         least = {"log_every": 1, "evaluate_every": 0, "evaluate_tokens": 1, "sample_every": 0, "sample_tokens": 1}

@@ -22,6 +22,7 @@ from gss.generate import first_state
 from gss.io import checkpoint
 from gss.io.states import save_state
 from gss.training import probe, snapshot, start
+from gss.training.boards import open_boards
 from gss.training.config import TrainConfig, differences, flattened
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, UnchangedData, data_facts
@@ -124,11 +125,8 @@ class _Run:
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
         self.step = 0
-        self.progress = Progress(
-            config.steps,
-            folder.path / "tensorboard" if config.report.tensorboard and world.leads else None,
-            quiet or not world.leads,
-        )
+        boards = open_boards(config, folder.path) if world.leads else []
+        self.progress = Progress(config.steps, boards, quiet or not world.leads)
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
         self._data = UnchangedData(dataset)

@@ -1,34 +1,32 @@
-"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, TensorBoard if asked.
+"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, boards if asked.
 
 Knows rows of numbers and the console; measures nothing itself but the machine's matrix-product rate.
 """
 
 import math
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from gss.training.boards import Board
 
 
 class Progress:
     """Shows rows as they come. On a terminal the last one stays in place, with the time left counting down."""
 
-    def __init__(self, steps: int, tensorboard: Path | None = None, quiet: bool = False) -> None:
+    def __init__(self, steps: int, boards: Sequence[Board] = (), quiet: bool = False) -> None:
         self._steps = steps
         self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._row: Mapping[str, Any] | None = None
         self._ends = 0.0
-        self._board = _summary_writer(tensorboard) if tensorboard else None
+        self._boards = boards
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal and not self._console.quiet:
@@ -41,8 +39,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -67,10 +65,9 @@ class Progress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers for TensorBoard."""
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+        """Numbers for the boards."""
+        for board in self._boards:
+            board.add(step, values)
 
 
 def training_line(row: Mapping[str, Any], steps: int, seconds_left: float, width: int | None = None) -> str:
@@ -131,13 +128,3 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> f
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def _summary_writer(folder: Path) -> "SummaryWriter":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "report.tensorboard needs the tensorboard package: pip install 'gss-lm[tensorboard]', or turn it off"
-        ) from None
-    return SummaryWriter(log_dir=str(folder))
