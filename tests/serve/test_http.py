@@ -1,5 +1,6 @@
 """The HTTP interface inside this process: what it answers, what it refuses and how."""
 
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -235,6 +236,23 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
         assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
     short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
     assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
+
+
+def test_a_state_to_start_from(model: gss.LanguageModel) -> None:
+    """Every prompt continues what the state has read, from the cache too; an empty one begins a document after it."""
+    started = copy.deepcopy(model)
+    lm = gss.LM(model, load_tokenizer("bytes"))
+    book = lm.read("A book that was read before. ")
+    started.start_from(book)
+    with app_of(started) as app, TestClient(app) as client:
+        expected = lm.generate("Hello", state=book, max_tokens=12, temperature=0)
+        for _ in range(2):
+            answer = complete(client, prompt="Hello", max_tokens=12)
+            assert answer["choices"][0]["text"] == expected
+            assert answer["usage"]["prompt_tokens"] == 5
+        echoed = complete(client, prompt="Hello", max_tokens=0, echo=True, logprobs=0)["choices"][0]
+        assert echoed["logprobs"]["tokens"] == list("Hello")
+        assert complete(client, prompt="", max_tokens=4)["usage"]["prompt_tokens"] == 1
 
 
 def test_bodies_that_are_none(client: TestClient) -> None:

@@ -150,6 +150,23 @@ def test_tuning_a_state(corpus: Path, base: Path, tmp_path: Path) -> None:
         tune(corpus, out, tmp_path / "no")
 
 
+@pytest.mark.parametrize(
+    "settings", [{"batching": "lanes", "micro_batch_tokens": 32}, {"piece_tokens": 8}, {"micro_batch_tokens": 32}]
+)
+def test_a_state_is_tuned_in_lanes_pieces_and_micro_batches(
+    corpus: Path, base: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    whole = {"tune": "state", "optimizer.learning_rate": 0.3, "steps": 2, "batching": "segments"}
+    tune(corpus, base, tmp_path / "whole", **whole)
+    tune(corpus, base, tmp_path / "other", **whole | settings)
+    states = [gss.load_state(tmp_path / name / "state.safetensors").named() for name in ("whole", "other")]
+    moved = [name for name, tensor in states[1].items() if tensor.is_floating_point() and tensor.abs().max() > 0]
+    assert moved
+    if "batching" not in settings:
+        for name in moved:
+            torch.testing.assert_close(states[1][name], states[0][name], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_reading_then_continuing_is_reading_the_whole(base: Path, tmp_path: Path, int8: bool) -> None:
     book, rest = "bad fed ace " * 60, "had a cab, a bag"
