@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gss.io.files import written_file
+from gss.io.files import write_file
 from gss.nn.state import ModelState
 
 _BLOCK = 64  # values that share a scale
@@ -30,8 +30,7 @@ def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> No
         for name, tensor in list(tensors.items()):
             if tensor.is_floating_point() and tensor.numel():
                 tensors[name], tensors[name + _SCALE] = _rounded(tensor)
-    with written_file(path) as aside:
-        save_file(tensors, aside)
+    write_file(path, save(tensors))
 
 
 def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
