@@ -219,9 +219,8 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer:
     return folder
 
 
-@cache
-def _worker_tokenizer(folder: Path) -> Tokenizer:
-    """The vocabulary of a worker process, loaded once; from then on the process ends when its parent does."""
+def _end_with_parent() -> None:
+    """Make a worker process end when its parent does, from the first moment on."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -231,11 +230,13 @@ def _worker_tokenizer(folder: Path) -> Tokenizer:
         os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
 
     threading.Thread(target=watch, daemon=True).start()
-    return load_tokenizer(folder)
+
+
+_load_once = cache(load_tokenizer)  # in each worker process
 
 
 def _work_on(part: Part, folder: Path) -> int:
-    write_part(part, folder, _worker_tokenizer(folder / TOKENIZER_FOLDER))
+    write_part(part, folder, _load_once(folder / TOKENIZER_FOLDER))
     return part_size(part)
 
 
@@ -251,7 +252,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
             report(done, total)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
-    with ProcessPoolExecutor(min(workers, len(waiting)), context) as pool:
+    with ProcessPoolExecutor(min(workers, len(waiting)), context, _end_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 done += future.result()
