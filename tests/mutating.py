@@ -139,7 +139,7 @@ def _archive(path: Path, draw: random.Random) -> str:
         return _bytes(path, draw)
     what = draw.choice(["member", "member", "inside", "bomb", "header"])
     if what == "bomb":
-        inner += bytes(1 << 26)
+        inner += bytes(1 << 23)
     elif what == "header":
         inner[draw.randrange(min(512, len(inner) or 1)) : 512] = draw.randbytes(8)
     elif what == "inside":

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import gss
+from gss.cli.text import generate_command
 from gss.data import load_tokenizer, prepare
+from gss.sampling import OPTIONS, Sampling, SamplingOptions
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "tests" / "fixtures" / "run"
@@ -52,6 +55,16 @@ def test_the_page_is_current() -> None:
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), "run python experiments/api_page.py"
+
+
+def test_sampling_options_are_offered_everywhere() -> None:
+    schemas = pytest.importorskip("gss.serve.schemas")
+    command = inspect.signature(generate_command).parameters
+    assert list(SamplingOptions.__annotations__) == list(OPTIONS)
+    for name, option in OPTIONS.items():
+        assert schemas.CompletionRequest.model_fields[name].description == option.metadata["about"]
+        assert command[name].annotation.__metadata__[0].help == option.metadata["about"]
+    assert schemas.CompletionRequest().sampling() == Sampling()
 
 
 def test_generation_is_checked_before_it_starts() -> None:

@@ -104,7 +104,9 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"state_space": 3}, "state_space is a group of settings"),
         ({"depth.x": 3}, "depth has no field 'x'"),
         ({"name": "x"}, "ModelConfig has no field 'name'"),
-        ({"colour": 3}, "ModelConfig has no field 'colour'; it has: vocab_size"),
+        ({"colour": 3}, "ModelConfig has no field 'colour'; choose from: vocab_size"),
+        ({"heads": 3}, "has no field 'heads'; did you mean matrix_state.heads or attention.heads?"),
+        ({"attention.windw": 3}, "AttentionConfig has no field 'windw'; did you mean window"),
         ({"attention.colour": 3}, "AttentionConfig has no field 'colour'"),
     ],
 )
@@ -114,7 +116,7 @@ def test_impossible_configs(overrides: dict[str, object], message: str) -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(ValueError, match="there is no preset 'gsss'; choose from: gss-lm1b"):
+    with pytest.raises(ValueError, match="there is no preset 'gsss'; did you mean gss"):
         gss.preset("gsss")
 
 

@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,9 +66,24 @@ def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in facts["rows"])
     written = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [float(row["loss"]) for row in written] == [row["loss"] for row in facts["rows"]]
-    table = call("eval", run, "--data", data, "--lengths", "64,512", "--max-tokens", "1000")
+    table = call("eval", run, "--data", data, "--max-tokens", "1000")
     assert "1,000 tokens of" in " ".join(table.split())
     assert "512" in table
+    assert "65,536" not in table  # the default lengths are scored as far as documents reach
+
+
+def test_eval_keeps_its_numbers_at_80_columns(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    data, run = folders
+    lengths = [16, 32, 64, 128, 256, 512]
+    options = ("eval", run, "--data", data, "--lengths", ",".join(map(str, lengths)), "--carry-state")
+    table, facts = call(*options), json.loads(call(*options, "--json"))
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" not in table
+    for row in facts["rows"]:
+        (line,) = [line for line in table.splitlines() if f" {row['length'] or 'whole'} " in line]
+        assert f"{row['perplexity']:.3f}" in line
+        assert f"{row['bits_per_byte']:.3f}" in line
 
 
 def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -79,7 +96,7 @@ def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Pat
             (named / item.name).symlink_to(item)
     (named / "config.json").write_text(json.dumps({**config, "preset": "gss"}))
     table = call("eval", named, "--data", data, "--lengths", "64,512")
-    assert "paper, PG-19" in table
+    assert "PG-19" in table
     assert "14.01" in table
 
 
@@ -123,6 +140,57 @@ def test_generate(folders: tuple[Path, Path]) -> None:
     assert first == call("generate", run, "--prompt", "-", "--tokens", 30, "--seed", 4, input=b"the ")
     both = call("generate", run, "--prompt", "the ", "--tokens", 30, "--seed", 3, "--samples", 2)
     assert both.endswith(first)
+
+
+def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Side by side, each as it is alone, in order; as text without the prompt, or as JSON lines."""
+    _, run = folders
+    (tmp_path / "prompts").write_text('the \n\n{"prompt": "a\\nb", "id": 3}\nsays\n')
+    options = ("generate", run, "--prompts", tmp_path / "prompts", "--tokens", 12, "--samples", 2)
+    rows = [json.loads(line) for line in call(*options, "--json").splitlines()]
+    assert [(row["prompt"], row["seed"]) for row in rows] == [(p, s) for p in ("the ", "a\nb", "says") for s in (0, 1)]
+    lm = gss.load(run)
+    for row in rows:
+        text = lm.generate(row["prompt"], max_tokens=12, temperature=0.8, seed=row["seed"])
+        assert (row["text"], row["finish"]) == (text, "length" if row["tokens"] == 12 else "stop")
+    assert call(*options, "--no-echo") == "".join(row["text"] + "\n" for row in rows)
+    assert call(*options) == "".join(row["prompt"] + row["text"] + "\n" for row in rows)
+    alone = call("generate", run, "--prompt", "the ", "--tokens", 12, "--no-echo")
+    assert alone == rows[0]["text"] + "\n"
+    for content, message in (("\n", "has no prompts"), ('{"text": 1}', 'line 1: not an object with a "prompt"')):
+        (tmp_path / "bad").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            call("generate", run, "--prompts", tmp_path / "bad")
+
+
+@pytest.mark.parametrize(("name", "shown"), [(None, 60), ("optimizer", 12), ("optimizer.learning_rate", 1)])
+def test_settings(name: str | None, shown: int) -> None:
+    """Every setting has a type, a default and a line, from where it is defined."""
+    lines = call("settings", *([name] if name else [])).splitlines()
+    heads, texts = lines[::2], lines[1::2]
+    assert len(heads) >= shown
+    assert all(" = " in head for head in heads)
+    assert all(len(text.strip()) > 5 for text in texts)
+    if name is None:
+        with pytest.raises(ValueError, match=r"did you mean optimizer\.learning_rate"):
+            call("settings", "optimizer.learning_rat")
+
+
+def test_a_shell_completes_names() -> None:
+    def completed(*words: str) -> list[str]:
+        env = {"_GSS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["gss", *words]), "COMP_CWORD": str(len(words))}
+        return CliRunner().invoke(app, [], env=env, prog_name="gss").output.split()
+
+    assert "gss2-small" in completed("train", "--preset", "gss2")
+    assert completed("train", "--config", "tune") == ["tune-state"]
+    assert "optimizer.learning_rate=" in completed("train", "--set", "optimizer.le")
+
+
+def test_lm_eval_without_lm_eval_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "gss.lm_eval", raising=False)
+    with pytest.raises(SystemExit, match=r"error: gss\.lm_eval needs lm-eval: pip install"):
+        runpy.run_module("gss.lm_eval", run_name="__main__")
 
 
 def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:

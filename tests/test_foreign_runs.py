@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gss
 from gss.io import checkpoint
@@ -137,6 +138,29 @@ def test_a_manifest_whose_files_are_none(run: Path, files: Any) -> None:
     (path / checkpoint.MANIFEST).write_bytes(checkpoint._manifest(1, files))
     with pytest.raises(ValueError, match="damaged"):
         gss.load(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": torch.tensor(3)},
+        {"position": torch.tensor([3.0])},
+        {"position": torch.tensor([-3])},
+        {"position": torch.tensor([2**62]), "layers.0.length": torch.tensor([2**62])},
+        {"layers.0.length": torch.tensor([4])},
+        {"position": torch.tensor([500]), "layers.0.length": torch.tensor([500])},
+        {"layers.7.keys": torch.zeros(1)},
+        {"x": torch.zeros(1)},
+    ],
+)
+def test_states_that_are_none(tmp_path: Path, change: dict[str, torch.Tensor]) -> None:
+    model = gss.build_model(small_config("transformer", depth=1, vocab_size=257)).eval()
+    tokens = torch.tensor([[1, 2, 3]])
+    state = model(tokens)[1]
+    assert state is not None
+    save_file({**state.named(), **change}, tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match=r"does not hold a model's state|the state is"):
+        model(tokens, gss.load_state(tmp_path / "state.safetensors"))
 
 
 def test_a_json_of_any_size_is_not_read(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import gss
 import gss.decode.sampler
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
-from gss.generate import Sampling, StopStrings, TextPieces, _text, generate, read, stream, stream_many
-from gss.io.runs import load_state, save_state
+from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_many, stream_texts
+from gss.io.states import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)
@@ -152,12 +152,34 @@ def test_a_draw_is_its_seeds_and_positions_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_text_comes_in_whole_characters() -> None:
     tokenizer = load_tokenizer("bytes")
+
+    def shown(tokens: list[int]) -> list[str]:
+        pieces = TextPieces(tokenizer)
+        return [piece for piece in (*map(pieces.push, tokens), pieces.rest()) if piece]
+
     text = "naïve — 🙂!"
-    pieces = list(_text(TextPieces(tokenizer), StopStrings([]), iter(tokenizer.encode(text).tolist())))
-    assert "".join(pieces) == text
-    assert pieces == list(text)
+    assert shown(tokenizer.encode(text).tolist()) == list(text)
     broken = [0xF0, 0x9F, *b"ab"]
-    assert "".join(_text(TextPieces(tokenizer), StopStrings([]), iter(broken))) == tokenizer.decode(broken)
+    assert "".join(shown(broken)) == tokenizer.decode(broken)
+
+
+def test_texts_side_by_side() -> None:
+    """Several prompts and samples, fewer rows than texts, stop strings: every text is what it is alone."""
+    model, tokenizer = gss.build_model(gss.preset("gss-tiny"), seed=0), load_tokenizer("bytes")
+    prompts, options = ["the ", "", "a cat sat"], {"max_tokens": 12, "stop": ["e", "\n"]}
+    texts, ends, counts = {}, {}, {}
+    for piece in stream_texts(model, tokenizer, prompts, n=2, rows=4, seed=5, **options):
+        key = piece.prompt, piece.sample
+        assert key not in ends
+        texts[key] = texts.get(key, "") + piece.text
+        counts[key] = counts.get(key, 0) + piece.tokens
+        if piece.finish:
+            ends[key] = piece.finish
+    assert len(texts) == len(ends) == 6
+    for (place, sample), text in texts.items():
+        assert text == generate(model, tokenizer, prompts[place], seed=5 + sample, **options)
+        assert ends[place, sample] == ("length" if counts[place, sample] == 12 else "stop")
+    assert set(ends.values()) == {"length", "stop"}
 
 
 @pytest.mark.parametrize("together", [True, False])

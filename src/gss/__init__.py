@@ -12,7 +12,7 @@ from gss.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from gss.evaluation import Evaluation, evaluate
-    from gss.io.runs import load_state, save_state
+    from gss.io.states import load_state, save_state
     from gss.lm import LM, Score, load
     from gss.model import LanguageModel, build_model
     from gss.nn.state import ModelState
@@ -32,8 +32,8 @@ _LAZY = {
     "build_model": "gss.model",
     "evaluate": "gss.evaluation",
     "load": "gss.lm",
-    "load_state": "gss.io.runs",
-    "save_state": "gss.io.runs",
+    "load_state": "gss.io.states",
+    "save_state": "gss.io.states",
     "train": "gss.training",
 }
 

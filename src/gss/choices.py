@@ -5,12 +5,25 @@ and kernels read these tables. This module imports no torch until a choice is us
 its arguments at once.
 """
 
+import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
+    """The end of an error about a name that is none: those that it looks like a slip of, or the names there are.
+
+    `dotted` are names of settings in groups, of which the last part may be all that was given.
+    """
+    known, deep = list(names), list(dotted)
+    close = [each for each in deep if each.endswith(f".{name}")]
+    close = close or difflib.get_close_matches(name, [*known, *deep], 3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; choose from: {', '.join(known)}"
+
 
 # Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.
 

@@ -8,12 +8,12 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, nearest
 
 Config = TypeVar("Config")
 
@@ -270,7 +270,7 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if name not in kinds:
-            raise ValueError(f"{type(config).__name__} has no field {name!r}; it has: {', '.join(kinds)}")
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{nearest(key, kinds, _dotted(config))}")
         current = changes.get(name, getattr(config, name))
         if is_dataclass(current) and not isinstance(value, type(current)):
             nested = {rest: value} if rest else value
@@ -284,6 +284,13 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
         else:
             changes[name] = _coerce(name, value, kinds[name])
     return replace(config, **changes)
+
+
+def _dotted(config: Any) -> Iterator[str]:
+    """The names of all settings in a config, those of nested ones with dots."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        yield from (f"{each.name}.{name}" for name in _dotted(value)) if is_dataclass(value) else (each.name,)
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:

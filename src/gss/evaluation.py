@@ -101,9 +101,14 @@ def reachable_lengths(
 ) -> list[int]:
     """The paper's lengths that a scored document reaches, or all of the longest where even 512 is too long. Where a
     model keeps every token, and its cost grows with the square of the length, at most 4,096 or the training length."""
-    longest = max(_selected(dataset, max_tokens))
+    longest = longest_document(dataset, max_tokens)
     limit = longest if model.bounded_state else min(longest, max(_UNBOUNDED_LIMIT, trained or 0))
     return [length for length in PAPER_LENGTHS if length <= limit] or [limit]
+
+
+def longest_document(dataset: Dataset, max_tokens: int | None = None) -> int:
+    """Targets of the longest document, of those that `max_tokens` leaves."""
+    return max(_selected(dataset, max_tokens))
 
 
 def evaluate(

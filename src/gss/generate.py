@@ -6,15 +6,17 @@ tokenizers and states; nothing of terminals or servers.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gss import decode
 from gss.data import Tokenizer
-from gss.decode import Request, Sampling, read
+from gss.decode import Engine, Request, Sampling, read
+from gss.decode.request import Finish
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
-__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_many", "stream_text"]
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_many", "stream_text", "stream_texts"]
 
 
 def stream_many(
@@ -84,16 +86,43 @@ def stream(
         yield token
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What a model reads before it continues a text: the end-of-document id, as in training, and the text."""
-    return [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
+def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = None) -> list[int]:
+    """What a model reads before it continues a text: the end-of-document id, as in training, and the text.
+
+    After a `state` that has read something, a text goes on from there without that id; an empty one begins anew.
+    """
+    text: list[int] = tokenizer.encode(prompt).tolist()
+    continues = state is not None and int(state.position.max()) > 0
+    return text if text and continues else [tokenizer.eos_id, *text]
 
 
-def stream_text(
+def stream_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> Iterator[str]:
+    """The continuation of a prompt, piece by piece, each whole characters; options are those of `stream_texts`."""
+    return (piece.text for piece in stream_texts(model, tokenizer, [prompt], **options) if piece.text)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Something new of one continuation."""
+
+    prompt: int
+    """Which of the prompts."""
+    sample: int
+    """Which of its continuations."""
+    text: str
+    """Whole characters."""
+    tokens: int
+    """How many tokens were produced for it."""
+    finish: Finish | None
+    """Why the continuation ends with this piece: at the end of a text or a stop string, or at `max_tokens`."""
+
+
+def stream_texts(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompt: str = "",
+    prompts: Sequence[str],
     *,
+    n: int = 1,
     max_tokens: int = 200,
     sampling: Sampling | None = None,
     seed: int = 0,
@@ -101,23 +130,58 @@ def stream_text(
     state: ModelState | None = None,
     precision: str = "auto",
     speculate: bool = True,
-) -> Iterator[str]:
-    """The continuation of a prompt, piece by piece, each whole characters; ends before any of the `stop` strings.
+    rows: int = 64,
+) -> Iterator[TextPiece]:
+    """`n` continuations of each prompt, from consecutive seeds, up to `rows` side by side; each ends before any of the
+    `stop` strings.
 
-    The model reads the end-of-document id first, as it does at a document's start in training; not with a `state`,
-    which the prompt goes on from.
+    The model reads the end-of-document id first, as it does at a document's start in training; not after a `state`
+    that has read something, its own first state included.
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    ids = prompt_ids(tokenizer, prompt)
-    text = ids[1:]
-    if state is not None and not text:
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if state is not None and "" in prompts:
         raise ValueError("the prompt is empty: with a state, give the text that comes next")
-    options: dict[str, Any] = {"sampling": sampling, "seed": seed, "state": state, "precision": precision}
-    options["speculate"] = speculate
-    reading = ids if state is None else text
-    tokens = stream(model, reading, max_tokens=max_tokens, eos_id=tokenizer.eos_id, **options)
-    return _text(TextPieces(tokenizer, text), StopStrings(stop), tokens)
+    before = state or first_state(model)
+    options: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "sampling": sampling or Sampling(), "seed": seed}
+    options |= {"eos_id": tokenizer.eos_id, "state": state}
+    requests = [Request(prompt=prompt_ids(tokenizer, prompt, before), **options) for prompt in prompts]
+    engine = Engine(model, rows=min(rows, n * len(prompts)), precision=precision, speculate=speculate)
+    for request in requests:
+        engine.submit(request)
+    return _texts(engine, tokenizer, requests, stop)
+
+
+def _texts(
+    engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]
+) -> Iterator[TextPiece]:
+    places = {request: place for place, request in enumerate(requests)}
+    going = {
+        (request, sample): (TextPieces(tokenizer, request.prompt), StopStrings(stop))
+        for request in requests
+        for sample in range(request.n)
+    }
+    for output in engine.run():
+        request, sample = output.request, output.index
+        if (request, sample) not in going:  # ended by a stop string
+            continue
+        pieces, strings = going[request, sample]
+        text, finish = strings.push(pieces.push(*output.tokens)), output.finish
+        if finish:
+            text += strings.push(pieces.rest()) + strings.rest()
+        elif strings.ended:
+            finish = "stop"
+            engine.cancel(request.__eq__, sample)
+        if finish:
+            del going[request, sample]
+        yield TextPiece(places[request], sample, text, len(output.tokens), finish)
+
+
+def first_state(model: LanguageModel) -> ModelState | None:
+    """The state that the model starts from, where that is not the empty one."""
+    return None if model.first is None else model.first.value()
 
 
 def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> str:
@@ -192,14 +256,3 @@ class StopStrings:
     def rest(self) -> str:
         """What was held back and no stop string followed."""
         return "" if self.ended else self._held
-
-
-def _text(pieces: TextPieces, stop: StopStrings, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of tokens up to a stop string; what may be the beginning of one is held back."""
-    for token in tokens:
-        if shown := stop.push(pieces.push(token)):
-            yield shown
-        if stop.ended:
-            return
-    if shown := stop.push(pieces.rest()) + stop.rest():
-        yield shown

@@ -4,21 +4,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import Sampling, prompt_ids, read, stream_text
+from gss.generate import first_state, prompt_ids, read, stream_text
 from gss.io import checkpoint
 from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
+from gss.io.states import load_state
 from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.quantized import quantize
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
+from gss.sampling import Sampling, SamplingOptions
 from gss.scoring import score_sequences
 
 
@@ -85,16 +87,12 @@ class LM:
         prompt: str = "",
         *,
         max_tokens: int = 200,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
         seed: int = 0,
         stop: Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
         speculate: bool = True,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
 
@@ -102,7 +100,7 @@ class LM:
         temperature           0 takes the likeliest token, 1 samples as the model says
         top_k, top_p, min_p   keep so many of the likeliest tokens; those that make up this probability; those at
                               least this fraction as likely as the likeliest
-        repetition_penalty    over 1: tokens that have occurred become less likely
+        repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
         seed                  the same seed gives the same text
         stop                  texts to end before
         state                 what `read` returned: the prompt, which must not be empty then, continues from there
@@ -114,15 +112,12 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-        )
         return stream_text(
             self.model,
             self.tokenizer,
             prompt,
             max_tokens=max_tokens,
-            sampling=sampling,
+            sampling=Sampling(**sampling),
             seed=seed,
             stop=stop,
             state=state,
@@ -149,7 +144,7 @@ class LM:
         >>> text == lm.generate("Once upon a time there was", max_tokens=10)
         True
         """
-        ids = prompt_ids(self.tokenizer, text)[0 if state is None else 1 :]
+        ids = prompt_ids(self.tokenizer, text, state or first_state(self.model))
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):
             return read(self.model, tokens, state, context=context)[1]
@@ -173,10 +168,12 @@ def load(
     step: int | None = None,
     device: torch.device | str = "cpu",
     weights: str | None = None,
+    state: str | Path | ModelState | None = None,
 ) -> LM:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
 
-    Without a run it is the model that comes with the package. Weights kept in bf16, as its are, become float32.
+    Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
+    as well. With a `state`, or a file of one, every text starts from there.
     `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
     does the same once and for all. A model with packed weights cannot be trained.
 
@@ -186,12 +183,19 @@ def load(
     >>> gss.load().preset
     'gss-hybrid-small'
     """
-    folder = box.folder() if run is None else Path(run)
+    folder = run_folder(run)
     config = read_config(folder)
     model, step = load_model(folder, config, step)
     if weights is not None:
         quantize(model, weights)
-    return LM(model.to(device), load_tokenizer(folder / "tokenizer"), step, config.get("preset"))
+    if state is not None:
+        model.start_from(state if isinstance(state, ModelState) else load_state(state))
+    return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
+
+
+def run_folder(run: str | Path | None) -> Path:
+    """The folder of a run, the box's where that is meant."""
+    return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)
 
 
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
@@ -203,11 +207,12 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
     >>> gss.load(small).score("the cat").perplexity > 1
     True
     """
-    source, target = box.folder() if run is None else Path(run), Path(out)
+    source, target = run_folder(run), Path(out)
     require_new(target)
     lm = load(source, step=step, weights=weights)
     with written_folder(target) as aside:
-        write_json(aside / "config.json", read_config(source))
+        kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
+        write_json(aside / "config.json", kept)
         if (source / "data.json").is_file():
             write_json(aside / "data.json", read_json(source / "data.json"))
         lm.tokenizer.save(aside / "tokenizer")

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from gss.data import Tokenizer
-from gss.generate import Sampling, generate
+from gss.generate import generate
 from gss.lm import load
 from gss.model import LanguageModel
+from gss.sampling import OPTIONS, Sampling
 from gss.scoring import PIECE, score_sequences
 
 try:
@@ -26,6 +27,8 @@ try:
     from lm_eval.api.registry import register_model
     from tqdm import tqdm
 except ImportError as error:
+    if __name__ == "__main__":
+        raise SystemExit("error: gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from None
     raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
 
 Row = tuple[list[int], int]
@@ -148,8 +151,8 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
     if not options.get("do_sample", temperature > 0):
         return Sampling(temperature=0)
-    names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return Sampling(temperature=temperature, **{name: options[name] for name in names if options.get(name)})
+    others = {name: options[name] for name in OPTIONS if options.get(name)}
+    return Sampling(**{**others, "temperature": temperature})
 
 
 if __name__ == "__main__":

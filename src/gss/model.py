@@ -14,7 +14,7 @@ from gss.nn.context import Context, Stretch
 from gss.nn.dense import norm
 from gss.nn.documents import Documents
 from gss.nn.quantized import project
-from gss.nn.state import ModelState, SequenceLayer
+from gss.nn.state import FirstState, ModelState, SequenceLayer
 from gss.ops.positions import sinusoids
 
 
@@ -34,6 +34,17 @@ class LanguageModel(nn.Module):
             self.embedding.weight.mul_(config.embedding_std)
         self.layers = nn.ModuleList(build_layer(kind, config) for kind in config.layers)
         self.norm = norm(config.width, config)
+        self.first: FirstState | None = None
+
+    def start_from(self, state: ModelState | None) -> None:
+        """Start every sequence from a copy of this state of one sequence, as if the model had just read what led to it.
+
+        None is the empty state again, which a model starts from otherwise.
+        """
+        if state is not None:
+            self.check_state(state, 1)
+            state = state.to(self.embedding.weight.device)
+        self.first = None if state is None else FirstState(state)
 
     def forward(
         self, tokens: Tensor, state: ModelState | None = None, keep_state: bool = True
@@ -63,12 +74,16 @@ class LanguageModel(nn.Module):
         """
         if state is not None:
             self.check_state(state, tokens.shape[0])
+        elif self.first is not None and starts is None:
+            state = self.first(tokens.shape[0])
         first = tokens.new_zeros(tokens.shape[0], dtype=torch.int64) if state is None else state.position
         position = first.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         documents: Any = None  # in place of every layer's state
         if starts is not None:
             if state is not None or keep_state:
                 raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
+            if self.first is not None:
+                raise ValueError("packed rows are read from empty states, and this model starts from another")
             documents = Documents(starts, context.rank, context.size) if context else Documents(starts)
             position = documents.position
         elif context is not None:
@@ -99,6 +114,8 @@ class LanguageModel(nn.Module):
         """The state before any token, for `batch` sequences."""
         if batch < 1:
             raise ValueError(f"a batch has at least 1 sequence, not {batch}")
+        if self.first is not None:
+            return self.first(batch)
         position = torch.zeros(batch, dtype=torch.int64, device=self.device)
         return ModelState(position, tuple(layer.initial_state(batch) for layer in self.sequence_layers()))
 

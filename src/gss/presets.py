@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from gss.choices import nearest
 from gss.config import ModelConfig, StateSpaceConfig, override
 
 
@@ -188,5 +189,5 @@ def preset(name: str, /, **overrides: Any) -> ModelConfig:
     Nested fields are given as mappings, or with dotted keys: `preset("gss", **{"state_space.modes": 256})`.
     """
     if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; choose from: {', '.join(PRESETS)}")
+        raise ValueError(f"there is no preset {name!r}{nearest(name, PRESETS)}")
     return override(PRESETS[name].config, overrides)

@@ -159,10 +159,21 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         records.write_bytes(altered)
         with pytest.raises(ValueError, match=r"records\.bin is not as it was: copy this part again"):
             merge_shares([one, two, three], out)
+    records.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"records\.bin is not as it was"):
+        merge_shares([one, two, three], out)
     records.write_bytes(whole)
+    for share in ("1", "2", "3"):
+        names = max(path for path in (tmp_path / share).glob("part-*/names.jsonl") if path.stat().st_size)
+        whole = names.read_bytes()
+        for cut in (whole[:-3], b"".join(whole.splitlines(True)[:-1]), whole + b'"another"\n'):
+            names.write_bytes(cut)
+            with pytest.raises(ValueError, match=r"names\.jsonl is not as it was: copy this part again"):
+                merge_shares([one, two, three], out)
+        names.write_bytes(whole)
     tokens = sorted((tmp_path / "2").glob("part-*/tokens.bin"))[0]
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"tokens\.bin is not as long as it was: copy this part again"):
+    with pytest.raises(ValueError, match=r"tokens\.bin is not as it was: copy this part again"):
         merge_shares([one, two, three], out)
     assert not out.exists()
 

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,14 +56,41 @@ def test_weights_come_back_bit_equal(family: str, tmp_path: Path) -> None:
 def test_what_an_export_holds(exported: Path, run: Path) -> None:
     names = {path.name for path in exported.iterdir()}
     assert names >= {"config.json", "model.safetensors", "generation_config.json", "README.md", "tokenizer.json"}
-    assert not any(path.suffix in (".bin", ".pt", ".pkl", ".py") for path in exported.rglob("*"))
+    assert not any(path.suffix in (".bin", ".pt", ".pkl") for path in exported.rglob("*"))
     card = (exported / "README.md").read_text()
     loaded = gss.load(run)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     for fact in (f"{parameters:,}", "f00d" * 16, "training steps | 7 ", "import gss.hf", "Limits", "1 × attention"):
         assert fact in card
     assert all("/somewhere/private" not in path.read_text() for path in exported.glob("*.json"))
-    assert "auto_map" not in (exported / "config.json").read_text()
+    assert [path.name for path in exported.rglob("*.py")] == ["modeling_gss.py"]
+
+
+def test_stock_transformers(exported: Path, run: Path, tmp_path: Path) -> None:
+    """Without `import gss.hf`: refused unless the folder's file is trusted, which then gives the same model."""
+    script = f"""
+import torch, transformers, sys
+load, path = transformers.AutoModelForCausalLM.from_pretrained, {str(exported)!r}
+try:
+    load(path, trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code" in str(error), error
+else:
+    raise AssertionError("code was run that nobody trusts")
+assert "gss" not in sys.modules
+words = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+model = load(path, trust_remote_code=True)
+tokens = model.generate(**words("Hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+print(words.decode(tokens[0, 6:], skip_special_tokens=True), end="")
+"""
+    env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == gss.load(run).generate("Hello", max_tokens=8, temperature=0)
+    blocked = "import sys; sys.modules['gss'] = None; exec(open(sys.argv[1]).read())"
+    file = str(exported / "modeling_gss.py")
+    done = subprocess.run([sys.executable, "-c", blocked, file], capture_output=True, text=True, check=False)
+    assert "pip install 'gss-lm[hf]', and then import gss.hf" in done.stderr
 
 
 def test_text_is_that_of_gss_generate(exported: Path, run: Path) -> None:

@@ -42,7 +42,7 @@ async def hostile(port: int, kind: str, come: asyncio.Semaphore) -> None:
             elif kind == "idle":
                 await reader.read(1)  # until it is closed
             else:
-                await asyncio.sleep(60 if kind == "unread" else 1)
+                await asyncio.sleep(60 if kind == "unread" else 0.05)
             writer.transport.abort()
         await asyncio.sleep(random.uniform(2, 8))
 

@@ -1,5 +1,6 @@
 """The HTTP interface inside this process: what it answers, what it refuses and how."""
 
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -196,6 +197,8 @@ def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
         (400, "seed", {"seed": 2**63}),
         (400, "best_of", {"best_of": 3}),
         (400, "presence_penalty", {"presence_penalty": 0.5}),
+        (400, "suffix", {"suffix": "x"}),
+        (400, "logit_bias", {"logit_bias": {"5": 1}}),
         (400, "stream_options", {"stream_options": {"include_usage": True}}),
         (400, "unknown", {"unknown": 1}),
         (404, "model", {"model": "another"}),
@@ -205,6 +208,51 @@ def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
 def test_limits(client: TestClient, status: int, param: str | None, body: dict[str, Any]) -> None:
     error = refused(client, status, **body)
     assert (error["param"] or "").split(".")[0] == (param or "")
+
+
+def test_what_is_not_supported_says_so(client: TestClient) -> None:
+    error = refused(client, 400, frequency_penalty=0.5)
+    assert error["message"] == "frequency_penalty is not supported: leave it out, or use repetition_penalty"
+    complete(client, frequency_penalty=0, presence_penalty=0.0)
+
+
+def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
+    """A dialogue in plain words, continued up to where somebody else would speak; whole and as a stream."""
+    turns = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi."), ("user", "How are you?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 30}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    prompt = "Be brief.\n\nUser: Hello\n\nAssistant: Hi.\n\nUser: How are you?\n\nAssistant:"
+    stop = ["\nUser:"]
+    text = complete(client, prompt=prompt, max_tokens=30, stop=stop)["choices"][0]["text"]
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text.lstrip()}
+    assert (answer["object"], choice["finish_reason"]) == ("chat.completion", "length")
+    events = client.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for wrong in ({"messages": []}, {"messages": [{"role": "cat", "content": "x"}]}, {"tools": []}):
+        assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
+    short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
+    assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
+
+
+def test_a_state_to_start_from(model: gss.LanguageModel) -> None:
+    """Every prompt continues what the state has read, from the cache too; an empty one begins a document after it."""
+    started = copy.deepcopy(model)
+    lm = gss.LM(model, load_tokenizer("bytes"))
+    book = lm.read("A book that was read before. ")
+    started.start_from(book)
+    with app_of(started) as app, TestClient(app) as client:
+        expected = lm.generate("Hello", state=book, max_tokens=12, temperature=0)
+        for _ in range(2):
+            answer = complete(client, prompt="Hello", max_tokens=12)
+            assert answer["choices"][0]["text"] == expected
+            assert answer["usage"]["prompt_tokens"] == 5
+        echoed = complete(client, prompt="Hello", max_tokens=0, echo=True, logprobs=0)["choices"][0]
+        assert echoed["logprobs"]["tokens"] == list("Hello")
+        assert complete(client, prompt="", max_tokens=4)["usage"]["prompt_tokens"] == 1
 
 
 def test_bodies_that_are_none(client: TestClient) -> None:

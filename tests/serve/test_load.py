@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,7 +141,6 @@ def test_sixty_four_streams_for_ten_minutes(run: Path, model: gss.LanguageModel)
     check_load(run, model, 600)
 
 
-CROWD = ("idle=2000", "dribbling=200", "unread=50", "leaving=20")
 STATED = 512 << 20  # bytes that connections may add to a server's memory, as docs/serving.md says
 
 
@@ -155,26 +155,34 @@ def crowd(port: int, *kinds: str) -> Iterator[None]:
     try:
         assert clients.stdout is not None
         assert clients.stdout.readline().strip() == "all here"
+        time.sleep(3)  # until what they ask for at first is done with
         yield
     finally:
         clients.kill()
         clients.wait()
 
 
-def check_among_hostile(run: Path, model: gss.LanguageModel, kinds: Sequence[str], rounds: int, seconds: float) -> None:
-    """Honest streams with and without a crowd, by turns: the same answers, almost as many, and bounded memory.
+@pytest.mark.soak
+def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
+    """2,000 idle, 200 dribbling and 50 non-reading connections beside 32 honest streams, with 1,024 descriptors.
 
-    Throughput is of the server's processor time, and the crowd has a process of its own: on a machine with few cores,
-    what hostile clients take away from honest ones by running beside them is not the server's doing.
+    With and without them by turns: the same answers, bounded memory, and at most a fifth of a processor for the crowd,
+    which has a process of its own. What that leaves of the throughput is asserted where nothing else runs: on a busy
+    machine, what others take away from honest clients by running beside them is not the server's doing.
     """
-    cases = sure(model, 16)
+    rounds, seconds = 3, 10
+    busy, cases = os.getloadavg()[0], sure(model, 16)
     tokens, spent, most = [0, 0], [0.0, 0.0], [0, 0]
     with serving(run, descriptors=1024) as server:
         process = psutil.Process(server.process.pid)
         asyncio.run(run_load(server, cases, 2, streams=32))
         for number in range(2 * rounds):
             hostile = number % 2
-            with crowd(server.port, *kinds) if hostile else contextlib.nullcontext():
+            with (
+                crowd(server.port, "idle=2000", "dribbling=200", "unread=50", "leaving=20")
+                if hostile
+                else contextlib.nullcontext()
+            ):
                 before = process.cpu_times()
                 load = asyncio.run(run_load(server, cases, seconds, streams=32))
                 after = process.cpu_times()
@@ -184,22 +192,14 @@ def check_among_hostile(run: Path, model: gss.LanguageModel, kinds: Sequence[str
             spent[hostile] += after.user + after.system - before.user - before.system
             most[hostile] = max(most[hostile], *(size for _, size in load.samples))
         status, said = server.stop()
-    alone_, among = (count / seconds for count, seconds in zip(tokens, spent, strict=True))
+    taken = (spent[1] - tokens[1] * spent[0] / tokens[0]) / (rounds * seconds)
     print(
-        f"{tokens[0]} tokens alone, {tokens[1]} among others ({tokens[1] / tokens[0]:.0%} in the same time); "
-        f"{among / alone_:.0%} per second of the server; memory {most[0] >> 20} and {most[1] >> 20} MiB"
+        f"{tokens[0]} tokens alone, {tokens[1]} among others ({tokens[1] / tokens[0]:.0%}) in the same time; hostile "
+        f"clients took {taken:.1%} of a processor; memory {most[0] >> 20} and {most[1] >> 20} MiB; load {busy:.1f}"
     )
     assert status == 0
     assert len(said) < 100_000
     assert most[1] - most[0] < STATED
-    assert among > 0.8 * alone_
-
-
-def test_honest_streams_among_a_few_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
-    check_among_hostile(run, model, ("idle=1200", "dribbling=30", "unread=5", "leaving=2"), 1, 3)
-
-
-@pytest.mark.soak
-def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
-    """2,000 idle, 200 dribbling and 50 non-reading connections beside 32 honest streams, with 1,024 descriptors."""
-    check_among_hostile(run, model, CROWD, 3, 10)
+    assert taken < 0.2
+    if busy < 1:
+        assert tokens[1] > 0.8 * tokens[0]

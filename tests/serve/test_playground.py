@@ -316,6 +316,29 @@ def test_a_key_is_asked_for(browser: Any, run: Path) -> None:
         visit.context.close()
 
 
+def test_examples_files_copies_and_what_is_not_shown(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    page.locator("#examples button").first.click()
+    assert page.input_value("#prompt") == "It was a dark and stormy night"
+    (tmp_path / "long.txt").write_text("the cat sat on the mat. " * 300)
+    page.set_input_files("#file", tmp_path / "long.txt")
+    api.expect(page.locator("#status")).to_have_text("long.txt: 7,200 characters")
+    page.fill("#max_tokens", "5")
+    page.click("#run")
+    api.expect(page.locator("#read")).to_have_text("7,201")
+    api.expect(page.locator("#unshown")).to_have_text(re.compile("The prompt of 7,200 characters is not shown here"))
+    api.expect(page.locator("#first")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
+    page.click("#copy")
+    api.expect(page.locator("#status")).to_have_text(re.compile("Copied|Selected"))
+    api.expect(page.locator("#memory")).to_contain_text("this text: 7,206 tokens")
+    page.route("**/v1/completions", partial(_answer, 500, "{}"))
+    page.click("#run")
+    api.expect(page.locator("#error")).to_be_visible()
+    api.expect(page.locator("#memory")).not_to_contain_text("this text")
+    assert all("500" in said for said in visit.complaints)
+    visit.complaints.clear()
+
+
 def _answer(status: int, body: str, route: Any) -> None:
     route.fulfill(status=status, body=body, headers={"Retry-After": "3"})
 

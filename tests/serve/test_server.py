@@ -60,6 +60,10 @@ def test_the_openai_client(server: Server, model: gss.LanguageModel) -> None:
     assert chunks[-1].usage == answer.usage
     sampled = client.completions.create(model="tiny", prompt=["a", "b"], n=2, seed=3, extra_body={"top_k": 5})
     assert len(sampled.choices) == 4
+    said = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
+    assert said.choices[0].message.role == "assistant"
+    assert said.usage is not None
+    assert said.usage.completion_tokens <= 5
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     with pytest.raises(openai.NotFoundError):

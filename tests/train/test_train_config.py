@@ -24,12 +24,14 @@ SMALL_RUNS = {
     "quickstart": ["gss2-tiny", "gss-tiny"],
     "small": ["gss-small"],
     "box": ["gss-hybrid-small"],
+    "cpu": ["gss-small"],
 }
+TUNING = {"fine-tune", "lora", "tune-state"}  # test_train_start runs what they are for
 
 
 def test_every_file_is_covered_here() -> None:
     files = set(recipe_names())
-    assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys() | {"block-recurrent"}
+    assert files == {file for file, _ in PAPER_RUNS} | SMALL_RUNS.keys() | {"block-recurrent"} | TUNING
 
 
 def test_every_preset_of_the_paper_has_a_run() -> None:
@@ -156,5 +158,5 @@ def test_no_preset_and_bad_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ValueError, match="is not valid TOML"):
         resolve("gss", tmp_path / "bad.toml")
-    with pytest.raises(ValueError, match="there is no recipe 'smal'; choose from: arxiv, block-recurrent, box"):
+    with pytest.raises(ValueError, match="there is no recipe 'smal'; did you mean small"):
         resolve("gss", "smal")

@@ -1,12 +1,22 @@
 """The figures that a run shows of itself."""
 
+import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.console import Console
 from train_runs import small_config
 
+from gss.config import override
+from gss.data import open_dataset
 from gss.io.runs import read_metrics
 from gss.training import loop, train
+from gss.training.distributed import World
+from gss.training.folder import RunFolder
+from gss.training.progress import Progress, training_line
 
 
 def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +40,63 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert len(rows) == 13
     assert all(row["tokens_per_second"] == pytest.approx(config.batch_tokens) for row in rows)
+
+
+@pytest.mark.parametrize(("width", "gone"), [(None, []), (200, []), (80, ["gradient", "rate"])])
+def test_a_narrow_line_keeps_speed_and_time_left(width: int | None, gone: list[str]) -> None:
+    row = {"step": 1234, "loss": 3.2, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 123456.0}
+    line = training_line({**row, "mfu": 0.4}, 125_000, 1e6, width)
+    assert "123,456 tokens/s" in line
+    assert "11d13h left" in line
+    assert all(word not in line for word in gone)
+    assert width is None or len(line) < width
+
+
+def test_the_live_line_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    progress = Progress(100)
+    progress._console = Console(force_terminal=True, width=80, file=io.StringIO())
+    with progress:
+        assert progress._live is not None
+        monkeypatch.setattr(progress._live, "update", lambda text: shown.append(text.plain))
+        progress.stepped(1)
+        row = {"step": 2, "loss": 3.2, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 9.0}
+        progress.training(row, 98.0)
+        progress.stepped(3)
+    assert [line.split(" · ")[0] for line in shown] == ["step 1/100", "step 2/100", "step 3/100"]
+    assert "9 tokens/s" in shown[2]
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(2, False), (12_500_000_000, True)])
+def test_a_run_without_end_on_a_cpu_is_warned_of(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, warned: bool
+) -> None:
+    config = small_config("gss", steps=steps, optimizer__learning_rate=0.01)
+    run = loop._Run(config, open_dataset(corpus, "train"), RunFolder(tmp_path), World(torch.device("cpu")), (), False)
+    run._introduce()
+    assert ("days on this CPU" in " ".join(capsys.readouterr().out.split())) == warned
+
+
+def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of every step, in order, under one id that a resumed run has too; without the package, one line."""
+    config = small_config("gss", steps=3, report__wandb=True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"needs the wandb package: pip install 'gss-lm\[wandb\]'"):
+        train(config, corpus, tmp_path / "run", quiet=True)
+    begun: list[dict] = []
+    logged: list[tuple[int, dict]] = []
+    ended: list[bool] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(True))
+
+    def init(**options):
+        begun.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    train(config, corpus, tmp_path / "run", quiet=True)
+    train(override(config, {"steps": 4}), corpus, tmp_path / "run", quiet=True, allow=["steps"])
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
+    assert all(values["train/loss"] > 0 for _, values in logged)
+    assert len({options["id"] for options in begun}) == 1
+    assert begun[0]["config"]["model"]["width"] == 16
+    assert ended == [True, True]

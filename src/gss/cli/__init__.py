@@ -11,7 +11,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import bench, data, exchange, models, probe, quickstart, report, reproduce, serve, train, use
+from gss.cli import (
+    bench,
+    data,
+    exchange,
+    models,
+    probe,
+    quickstart,
+    report,
+    reproduce,
+    serve,
+    settings,
+    text,
+    train,
+    use,
+)
 
 app = typer.Typer(
     name="gss",
@@ -49,9 +63,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "merge": data.merge_command,
     "data": data.data_command,
     "eval": use.evaluate_command,
-    "generate": use.generate_command,
+    "generate": text.generate_command,
     "serve": serve.serve_command,
     "train": train.train_command,
+    "settings": settings.settings_command,
+    "read": text.read_command,
     "bench": bench.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,

@@ -36,7 +36,8 @@ def prepare_command(
     source: Sources,
     out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", "-t", help="'bytes', a tokenizer.json, a SentencePiece .model, or a folder.")
+        str,
+        typer.Option("--tokenizer", "-t", help="bytes, box, a tokenizer.json, a .model, or a folder (a run's)."),
     ] = "bytes",
     eos: Annotated[
         str | None, typer.Option("--eos", help="The token that ends a document, if the vocabulary does not say.")
@@ -70,12 +71,13 @@ def prepare_command(
     force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is already in OUT.")] = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
+    from gss.box import folder as box_folder
     from gss.cli.progress import share_bar
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
     options = _source_options(local, suffix, field, splits)
-    vocabulary = load_tokenizer(tokenizer, eos)
+    vocabulary = load_tokenizer(box_folder() if tokenizer == "box" else tokenizer, eos)
     number, _, machines = part.partition("/")
     if not (number.isdecimal() and machines.isdecimal()):
         raise ValueError(f"--part is one number of another, such as 2/3, not {part!r}")

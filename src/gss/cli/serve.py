@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Precision, Run, Speculate, Weights
+from gss.cli.use import Precision, Run, Speculate, State, Weights
 
 
 def serve_command(
@@ -16,6 +16,7 @@ def serve_command(
         typer.Option(envvar="GSS_API_KEY", show_envvar=True, help="Key that clients must send."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's id for clients. Default: the folder's name.")] = None,
+    state: State = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
@@ -72,7 +73,7 @@ def serve_command(
         queue=queue,
     )
     with console.status(f"loading {escape(str(run or NAME))}"):
-        loaded = load(run, step=step, device=pick_device(device), weights=weights)
+        loaded = load(run, step=step, device=pick_device(device), state=state, weights=weights)
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

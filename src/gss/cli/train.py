@@ -1,9 +1,12 @@
 """`gss train`: train, or resume training."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gss.cli.settings import complete_name, complete_preset, complete_recipe, complete_setting
 
 
 def train_command(
@@ -11,17 +14,40 @@ def train_command(
     out: Annotated[
         Path, typer.Option(help="The run folder. If it holds checkpoints, training continues from the newest.")
     ],
-    preset: Annotated[str | None, typer.Option(help="The model: see `gss presets`.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="The model: see `gss presets`.", autocompletion=complete_preset)
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", help="Start from these weights: a run folder, an exported one, or `box`."),
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option(min=1, metavar="RANK", help="Learn this much on top of every dense layer, no more.")
+    ] = None,
+    tune: Annotated[
+        str | None, typer.Option(help="`state`: learn only the state that texts start from, as OUT/state.safetensors.")
+    ] = None,
     config: Annotated[
-        str | None, typer.Option(help="A recipe: its name (tiny, small, pg19, …), or a TOML file.")
+        str | None,
+        typer.Option(
+            help="A recipe: its name (tiny, small, pg19, …), or a TOML file. Default: one for the model and machine.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8."),
+        typer.Option(
+            "--set",
+            help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8 (`gss settings`).",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="A setting that may differ from those of the run that is resumed, for example `steps`."),
+        typer.Option(
+            help="A setting that may differ from those of the run that is resumed, for example `steps`.",
+            autocompletion=complete_name,
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress; metrics.jsonl still has it.")] = False,
 ) -> None:
@@ -30,10 +56,15 @@ def train_command(
     Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command continues. Several GPUs or machines:
     `torchrun --nproc-per-node 8 -m gss train …`.
     """
-    from gss.data import read_manifest
-    from gss.training import resolve, train
+    from gss.config import parse_assignments
+    from gss.training import train
+    from gss.training.start import plan
 
-    run = resolve(preset, config, set_ or (), read_manifest(data).tokenizer["vocab_size"])
+    given = {"start": start, "lora": lora, "tune": tune}
+    settings = {name: value for name, value in given.items() if value is not None} | parse_assignments(set_ or ())
+    run, chosen = plan(data, out, preset, config, settings)
+    if chosen and not quiet and os.environ.get("RANK", "0") == "0":
+        print(chosen, flush=True)
     result = train(run, data, out, allow=allow or (), quiet=quiet)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)

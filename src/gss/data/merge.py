@@ -23,7 +23,7 @@ from gss.data.shards import SPLITS, check_ids, file_hash, unigram_entropy
 
 ROWS = 1 << 16  # documents handled at once
 BUCKET = 1 << 21  # documents whose digests are compared at once
-COPY = 1 << 22  # tokens copied at once
+COPY = 1 << 20  # tokens copied at once
 NAMED = 10  # documents named for each reason that left some out
 
 Table = npt.NDArray[Any]  # of RECORD, a row for each document
@@ -47,7 +47,7 @@ def merge_parts(
     table = np.memmap(table_path, RECORD, "r+", shape=(count,)) if count else np.zeros(0, RECORD)
     _drop_duplicates(table)
     left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
-    names, tokens = _lines(parts), _Tokens(parts, dtype)
+    names, tokens = _names(parts, dtype.itemsize), _Tokens(parts, dtype)
     with ExitStack() as files:
         splits = [_SplitWriter(out, split, vocab_size, files) for split in SPLITS]
         for rows in _batches(table):
@@ -66,6 +66,7 @@ def merge_parts(
                 for ids in tokens.take(wanted):
                     if split < len(SPLITS):
                         splits[split].add(ids)
+        next(names, None)  # there is no other, or it is an error
         for writer in splits:
             writer.write_held()
     facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
@@ -87,17 +88,10 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
     count, begun = 0, np.zeros(0, RECORD)  # the chunks of a document whose last is in another part
     with open(path, "wb") as table:
         for part in parts:
-            with open_file(f"{part}/{RECORDS}") as file:
-                found = np.frombuffer(file.read(), RECORD)
-            with open_file(f"{part}/{TOKENS}") as file:
-                if file.seek(0, 2) != itemsize * int(found["tokens"].sum()):
-                    raise ValueError(f"{part}/{TOKENS} is not as long as it was: copy this part again")
-            chunks = np.concatenate([begun, found])
-            follows = np.append(True, chunks["last"])[
-                :-1
-            ]  # a document begins where another has ended, and nowhere else
-            if (chunks["first"] != follows).any() or (found["skip"] > len(REASONS)).any() or (found["split"] > 3).any():
-                raise ValueError(f"{part}/{RECORDS} is not as it was: copy this part again")
+            chunks = np.concatenate([begun, _records(part, itemsize)])
+            # A document begins where the one before has ended, and nowhere else.
+            if (chunks["first"] != np.append(True, chunks["last"])[:-1]).any():
+                raise _altered(part, RECORDS)
             complete = int(np.flatnonzero(np.append(True, chunks["last"]))[-1])
             chunks, begun = chunks[:complete], chunks[complete:]
             firsts = np.flatnonzero(chunks["first"])
@@ -118,8 +112,25 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             table.write(rows.tobytes())
             count += len(rows)
     if len(begun):
-        raise ValueError(f"{parts[-1]}/{RECORDS} ends within a document: copy this part again")
+        raise _altered(parts[-1], RECORDS)
     return count
+
+
+def _records(part: str, itemsize: int) -> Table:
+    """A part's records, which may have come from another machine, held against the size of its tokens."""
+    with open_file(f"{part}/{RECORDS}") as file:
+        data = file.read()
+    found = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    if found.nbytes != len(data) or (found["skip"] > len(REASONS)).any() or (found["split"] > len(SPLITS)).any():
+        raise _altered(part, RECORDS)
+    with open_file(f"{part}/{TOKENS}") as file:
+        if file.seek(0, 2) != itemsize * int(found["tokens"].sum()):
+            raise _altered(part, TOKENS)
+    return found
+
+
+def _altered(part: str, name: str) -> ValueError:
+    return ValueError(f"{part}/{name} is not as it was: copy this part again")
 
 
 def _drop_duplicates(table: Table) -> None:
@@ -140,11 +151,18 @@ def _drop_duplicates(table: Table) -> None:
         table["skip"][places[order[again]]] = SKIP[DUPLICATE]
 
 
-def _lines(parts: list[str]) -> Iterator[bytes]:
+def _names(parts: list[str], itemsize: int) -> Iterator[bytes]:
     """The documents' names in order, each still a line of JSON."""
     for part in parts:
+        missing = int(_records(part, itemsize)["last"].sum())
         with open_file(f"{part}/{NAMES}") as file:
-            yield from file
+            for line in file:
+                missing -= 1
+                if missing < 0 or not line.endswith(b"\n"):
+                    raise _altered(part, NAMES)
+                yield line
+        if missing:
+            raise _altered(part, NAMES)
 
 
 class _Tokens:

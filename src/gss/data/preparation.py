@@ -33,7 +33,6 @@ from gss.data.shards import (
     TOKENIZER_FOLDER,
     VERSION,
     Manifest,
-    read_manifest,
     read_sealed,
     write_manifest,
 )
@@ -89,9 +88,8 @@ def prepare(
         _write_parts(mine, made, tokenizer, workers or usable_cores(), progress or (lambda done, total: None))
         if machines == 1:
             return _merge([str(made)], work, Path(out))
-        sealed = read_manifest(made, SHARE_FORMAT)
         _put_in_place(made, Path(out), work)
-        return sealed
+        return read_sealed(f"{out}/{MANIFEST}", SHARE_FORMAT)
 
 
 def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
@@ -107,7 +105,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
                 f"{share} and {found[0][0]} are not parts of one corpus: their sources, options or vocabularies differ"
             )
     given = [asked["share"] for _, asked in found]
-    if given != [[number, machines] for number in range(1, machines + 1)]:
+    if len(given) != machines or given != [[number, machines] for number in range(1, machines + 1)]:
         names = ", ".join(f"{number}/{of}" for number, of in given)
         raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
     with _workshop(Path(out), []) as work:
@@ -158,8 +156,8 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
         raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out, or remove it yourself")
     if force:
         return None
-    found = read_manifest(target, None)
-    if (found.content["request"], found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
+    found = read_sealed(str(manifest), FORMAT, SHARE_FORMAT)
+    if (found.content.get("request"), found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
         raise ValueError(
             f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
         )
@@ -221,9 +219,8 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer:
     return folder
 
 
-@cache
-def _worker_tokenizer(folder: Path) -> Tokenizer:
-    """The vocabulary of a worker process, loaded once; from then on the process ends when its parent does."""
+def _end_with_parent() -> None:
+    """Make a worker process end when its parent does, from the first moment on."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -233,11 +230,13 @@ def _worker_tokenizer(folder: Path) -> Tokenizer:
         os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
 
     threading.Thread(target=watch, daemon=True).start()
-    return load_tokenizer(folder)
+
+
+_load_once = cache(load_tokenizer)  # in each worker process
 
 
 def _work_on(part: Part, folder: Path) -> int:
-    write_part(part, folder, _worker_tokenizer(folder / TOKENIZER_FOLDER))
+    write_part(part, folder, _load_once(folder / TOKENIZER_FOLDER))
     return part_size(part)
 
 
@@ -253,7 +252,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
             report(done, total)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
-    with ProcessPoolExecutor(min(workers, len(waiting)), context) as pool:
+    with ProcessPoolExecutor(min(workers, len(waiting)), context, _end_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 done += future.result()

@@ -74,8 +74,8 @@ def _stored(path: str) -> bytes:
         return file.read()
 
 
-def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
-    """A sealed file, on a disk or at a URL; ValueError for anything that is not one of this form, whole, unaltered."""
+def read_sealed(path: str, *forms: str) -> Manifest:
+    """A manifest of a corpus, or of these forms, on a disk or at a URL; ValueError where it is not, or was altered."""
     try:
         content = json.loads(_stored(path))
         found, version, stated = content["format"], content["version"], content.pop("hash")
@@ -83,9 +83,9 @@ def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
         raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
-    if (found, form) == (SHARE_FORMAT, FORMAT):
+    if found == SHARE_FORMAT and not forms:
         raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
-    if found not in ((FORMAT, SHARE_FORMAT) if form is None else (form,)) or version != VERSION:
+    if found not in (forms or (FORMAT,)) or version != VERSION:
         raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
     if _hash(content) != stated:
         raise ValueError(
@@ -94,15 +94,13 @@ def read_sealed(path: str, form: str | None = FORMAT) -> Manifest:
     return Manifest(content, stated)
 
 
-def read_manifest(folder: str | os.PathLike[str], form: str | None = FORMAT) -> Manifest:
-    """The manifest of a prepared corpus, of a share of one, or (None) of either."""
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a prepared corpus; ValueError for anything that is not one, whole and unaltered."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
-    manifest = read_sealed(str(path), form)
+    manifest = read_sealed(str(path))
     content = manifest.content
-    if content["format"] == SHARE_FORMAT:
-        return manifest
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if not _is_complete(content):

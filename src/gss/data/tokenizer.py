@@ -21,6 +21,7 @@ from gss.io.files import read_whole, write_file, write_json
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
+_BELOW = ("tokenizer", "vocabulary")  # where run folders and exported ones have it
 MAX_VOCABULARY = 1 << 24  # ids; what counts them has a number for each, and no vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -198,7 +199,8 @@ _KINDS: dict[str, type[Tokenizer]] = {
 
 
 def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Tokenizer:
-    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked).
+    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked), be it in
+    a run folder or in an exported one.
 
     `eos` names the token that ends a document, where the vocabulary leaves a choice.
     """
@@ -226,6 +228,9 @@ def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
 def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     path = folder / DESCRIPTION
     if not path.is_file():
+        for below in _BELOW:
+            if (folder / below / DESCRIPTION).is_file():
+                return _load_folder(folder / below, wanted_eos)
         for name in ("tokenizer.json", "tokenizer.model"):
             if (folder / name).is_file():
                 return load_tokenizer(folder / name, wanted_eos)

@@ -6,13 +6,14 @@ on its seed, its position and its logits alone, not on what stands beside it or 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gss.ops import fast
+from gss.sampling import OPTIONS, Sampling
 
 # Candidates that are enough for most rows on a CPU, where sorting a whole vocabulary takes milliseconds.
 _CANDIDATES = 256
@@ -22,32 +23,8 @@ _COLDEST = 1e-30
 _LARGEST_FUSED = 32_768
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn. The defaults sample from the model as it is."""
-
-    temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Keep this many of the likeliest tokens."""
-    top_p: float | None = None
-    """Keep the fewest likeliest tokens whose probabilities reach this sum."""
-    min_p: float | None = None
-    """Keep tokens at least this fraction as likely as the likeliest."""
-    repetition_penalty: float = 1.0
-    """Over 1: tokens that have occurred become less likely (positive logits divided by it, negative multiplied)."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, not {self.top_k}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be over 0 and at most 1, not {value}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be over 0, not {self.repetition_penalty}")
+# The options that the kernel of a GPU knows, in the order of their rows of numbers; others are left to PyTorch.
+_FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 GREEDY = Sampling(temperature=0)
@@ -97,6 +74,8 @@ class Work(NamedTuple):
     floored: bool
     narrowed: bool
     penalised: bool
+    fused: bool
+    """Whether the kernel of a GPU knows every option that is set."""
     top: int | None
 
     @property
@@ -123,13 +102,13 @@ class Sampler:
         """`read` has the tokens that each row has read, for its repetition penalty."""
         capacity = max(capacity, len(rows))
         self.rows = list(rows)
-        self._numbers = torch.ones(5, capacity, dtype=torch.float64)
+        self._numbers = torch.ones(len(OPTIONS), capacity, dtype=torch.float64)  # a row for each option, in order
         self._seed = torch.zeros(capacity, dtype=torch.int64)
         self._seen = torch.zeros(capacity, vocab_size, dtype=torch.bool)
         for row, (sampling, seed, _) in enumerate(rows):
-            top_k = min(sampling.top_k or vocab_size, vocab_size)
-            numbers = (sampling.temperature, top_k, sampling.top_p or 1, sampling.min_p or 0)
-            self._numbers[:, row] = torch.tensor([*numbers, sampling.repetition_penalty], dtype=torch.float64)
+            values = {**asdict(sampling), "top_k": min(sampling.top_k or vocab_size, vocab_size)}
+            values |= {"top_p": sampling.top_p or 1, "min_p": sampling.min_p or 0}
+            self._numbers[:, row] = torch.tensor([value or 0 for value in values.values()], dtype=torch.float64)
             self._seed[row] = (seed + 2**63) % 2**64 - 2**63
             if sampling.repetition_penalty != 1 and read:
                 self._seen[row, list(read[row])] = True
@@ -149,6 +128,7 @@ class Sampler:
             any(sampling.min_p for sampling in samplings),
             any(sampling.top_k or sampling.top_p for sampling in samplings),
             any(sampling.repetition_penalty != 1 for sampling in samplings),
+            all(getattr(s, name) == OPTIONS[name].default for s in samplings for name in OPTIONS if name not in _FUSED),
             max((0 if not most else 1 << (most - 1).bit_length() for most in scored), default=None),
         )
 
@@ -180,7 +160,7 @@ class Sampler:
             peak, tokens = logits.max(-1)
             return Draw(torch.where(peak.isfinite(), tokens, -1))
         logits = given = logits.float()
-        if fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
+        if work.fused and fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
             from gss.ops.gpu import sample
 
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

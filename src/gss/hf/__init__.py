@@ -1,7 +1,8 @@
 """The models in `transformers`: configuration, model, recurrent cache, tokenizers, and folders both ways.
 
 Importing this package registers the classes with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, so that an
-exported folder loads there by its path alone; no code travels with a folder and none is ever loaded from one.
+exported folder loads there by its path alone. Without the import it loads with `trust_remote_code=True`, by a file in
+the folder that imports these classes.
 
 >>> import gss.hf
 >>> model = transformers.AutoModelForCausalLM.from_pretrained("exported")

@@ -17,12 +17,24 @@ from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.io.runs import EXPORTED
 from gss.lm import load
 from gss.model import LanguageModel
 from gss.nn.quantized import is_quantized
 
-_RUN = "gss.json"
-"""What of a run a folder of `transformers` has no place for: the step, the run's configuration and its data."""
+_MODULE = "modeling_gss"
+_CODE = '''"""The classes of this model, which are those of the gss library: https://arxiv.org/abs/2206.13947
+
+After `import gss.hf` they are known to transformers, and neither this file nor trust_remote_code is needed.
+"""
+
+try:
+    from gss.hf import GSSConfig, GSSForCausalLM, GSSSentencePieceTokenizer
+except ImportError as error:
+    raise ImportError("this model needs its library: pip install 'gss-lm[hf]', and then import gss.hf") from error
+
+__all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
+'''
 
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
@@ -32,6 +44,11 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     model, tokenizer, step, _ = load(folder, step=step)
     if is_quantized(model):
         raise ValueError(f"the weights of {folder} are quantized: export the run that it was made from")
+    if model.first is not None:
+        raise ValueError(
+            f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
+            "from, and use the state with gss"
+        )
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     if data:
         data.pop("folder", None)  # a path of the machine that trained
@@ -43,11 +60,32 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
                 f"could not write the weights to {target}: {error}. Nothing is left there; make room"
             ) from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
+        _add_code(aside)
         tokenizer.save(aside / VOCABULARY)
         card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
         write_file(aside / "README.md", card)
-        write_json(aside / _RUN, {"step": step, "config": settings, "data": data})
+        write_json(aside / EXPORTED, {"step": step, "config": settings, "data": data})
     return target
+
+
+def _add_code(folder: Path) -> None:
+    """Name the classes to `transformers` where `gss.hf` was not imported: for those who trust the file, of one import.
+
+    A folder's code is the library's, of the version that is installed, and not a copy of it that would grow old.
+    """
+    write_file(folder / f"{_MODULE}.py", _CODE)
+    names = {
+        "config.json": {"AutoConfig": "GSSConfig", "AutoModelForCausalLM": "GSSForCausalLM"},
+        "tokenizer_config.json": {"AutoTokenizer": "GSSSentencePieceTokenizer"},
+    }
+    for name, classes in names.items():
+        settings = read_json(folder / name)
+        found: dict[str, Any] = {auto: f"{_MODULE}.{own}" for auto, own in classes.items()}
+        if name.startswith("tokenizer"):
+            if settings.get("tokenizer_class") != "GSSSentencePieceTokenizer":
+                continue  # a fast tokenizer, which needs no code
+            found = {auto: [own, None] for auto, own in found.items()}
+        write_json(folder / name, {**settings, "auto_map": found})
 
 
 def import_folder(folder: str | Path, out: str | Path) -> Path:
@@ -60,7 +98,7 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     require_new(target)
     if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
         raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    known = _read_run(source / _RUN)
+    known = _read_run(source / EXPORTED)
     tokenizer, model = read_vocabulary(source), _read_model(source)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

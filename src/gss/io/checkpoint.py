@@ -99,7 +99,9 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
         expected = manifest["files"][name]
         try:
             size = (path / name).stat().st_size
-            if size != expected["size"]:
+            if not (path / name).is_file():
+                wrong.append(f"{name} is no file")
+            elif size != expected["size"]:
                 wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
             elif _wanted(name, groups) and _size_and_hash(path / name)["sha256"] != expected["sha256"]:
                 wrong.append(f"{name} has other contents than were written")
@@ -123,15 +125,6 @@ def load(path: Path, groups: Collection[str] | None = None, *, verified: bool = 
     except (SafetensorError, ValueError) as error:
         raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {error}") from None
     return Checkpoint(path, manifest["step"], tensors, trainer)
-
-
-def shapes(path: Path, group: str) -> dict[str, list[int]]:
-    """The shape of every tensor of a checkpoint's group by name, from the file's header alone."""
-    try:
-        with safetensors.safe_open(path / f"{group}.safetensors", "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in list(file.keys())}
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: {error}") from None
 
 
 def _wanted(name: str, groups: Collection[str] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Reading a run folder: its config, its weights, its metrics; and states, to files and back.
+"""Reading a run folder: its config, its weights, its metrics. So is a folder that `gss export` wrote, weights only.
 
     config.json        the resolved configuration        environment.json  versions, machine, command
     data.json          which data, by hash               tokenizer/        the vocabulary
@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gss.config import ModelConfig, from_mapping
 from gss.io import checkpoint
-from gss.io.files import read_json, written_file
+from gss.io.files import read_json
 from gss.model import LanguageModel, build_model
+from gss.nn.lora import merged
 from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
@@ -30,6 +33,8 @@ from gss.nn.state import ModelState
 _STATE_BYTES = 1 << 28
 # Characters; rows of metrics are never near it.
 _LONGEST_ROW = 1 << 20
+EXPORTED = "gss.json"
+"""In a folder of `transformers`: what it has no place for of the run, the step, the configuration and the data."""
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -40,11 +45,34 @@ def read_config(run: Path) -> dict[str, Any]:
     config = read_json(path, object)
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(f"{path} does not describe a run: it has no model")
+    if config.get("model_type") == "gss":  # exported for transformers
+        config = {**(read_json(run / EXPORTED).get("config") or {}), **config}
     return config
 
 
 def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tuple[LanguageModel, int]:
-    """A run's model in evaluation mode, and the step of its weights: the newest good ones, or those of a step."""
+    """A run's model in evaluation mode, and the step of its weights: the newest good ones, or those of a step.
+
+    What LoRA learned is merged into the weights, and a first state that was tuned is the model's.
+    """
+    path, tensors, step = _exported(run) if config.get("model_type") == "gss" else _newest(run, step)
+    described = from_mapping(ModelConfig, config["model"])
+    try:
+        tensors = merged(tensors)
+        first = {name.removeprefix("first."): tensors.pop(name) for name in list(tensors) if name.startswith("first.")}
+        if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
+            raise ValueError("the sizes are others")
+        model = build_model(described)
+        expect(model, {name: tensor.shape for name, tensor in tensors.items()})
+        model.load_state_dict(tensors)
+        model.start_from(ModelState.from_named(first) if first else None)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes") from error
+    return model.eval(), step
+
+
+def _newest(run: Path, step: int | None) -> tuple[Path, dict[str, Tensor], int]:
+    """The checkpoint to use, its weights, and its step."""
     folder = run / "checkpoints"
     if step is None:
         path, damaged = checkpoint.newest_good(folder, [checkpoint.MODEL])
@@ -52,20 +80,25 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
             what = "; ".join(damaged) or "it has none"
             raise ValueError(f"{run} has no checkpoint that can be read ({what}): restore one, or train again")
         if damaged:
-            warnings.warn(f"{'; '.join(damaged)}; using the one before it", stacklevel=3)
+            warnings.warn(f"{'; '.join(damaged)}; using the one before it", stacklevel=4)
     else:
         path = folder / f"step-{step:08d}"
         if not path.is_dir():
             raise ValueError(f"{run} has no checkpoint of step {step}: see {folder}")
         checkpoint.verify(path, [checkpoint.MODEL])
-    described = from_mapping(ModelConfig, config["model"])
-    if not _fits(described, checkpoint.shapes(path, checkpoint.MODEL)):
-        raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes")
     saved = checkpoint.load(path, [checkpoint.MODEL], verified=True)
-    model = build_model(described)
-    expect(model, {name: tensor.shape for name, tensor in saved.tensors[checkpoint.MODEL].items()})
-    model.load_state_dict(saved.tensors[checkpoint.MODEL])
-    return model.eval(), saved.step
+    return path, saved.tensors.get(checkpoint.MODEL, {}), saved.step
+
+
+def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
+    """The weights in a folder of `transformers`, under the names that they have in a run, and the run's step."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+        except SafetensorError as error:
+            raise ValueError(f"the weights in {path} cannot be read: {error}") from None
+    return folder, tensors, int(read_json(folder / EXPORTED).get("step", 0))
 
 
 def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
@@ -78,7 +111,7 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     if max(config.depth * blocks, config.dss_mixers if "dss" in config.kinds else 0) > len(shapes):
         return False  # a layer without a weight
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingDrawn():
             model = build_model(config)
             expect(model, shapes)
             state = model.initial_state(1).nbytes
@@ -87,6 +120,15 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return found == dict(shapes) and state <= max(_STATE_BYTES, 16 * weights)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Tensors without storage have no values to draw; torch would import its compiler to draw none."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -113,28 +155,3 @@ def training_summary(rows: Sequence[Mapping[str, Any]], batch_tokens: int) -> di
         "tokens_per_second": statistics.median(speeds),
         "train_loss": statistics.fmean(row["loss"] for row in rows[-max(1, len(rows) // 20) :]),
     }
-
-
-def save_state(state: ModelState, path: str | Path) -> None:
-    """Keep a state in a safetensors file: a long document is read once and continued as often as wanted.
-
-    >>> lm = gss.load(run)
-    >>> gss.save_state(lm.read("Once upon a time"), folder / "state.safetensors")
-    >>> state = gss.load_state(folder / "state.safetensors")
-    >>> text = lm.generate(" there was", state=state, max_tokens=10)
-    """
-    with written_file(path) as aside:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in state.named().items()}, aside)
-
-
-def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
-    """A state that `save_state` kept. The model that continues from it checks that it is its own.
-
-    >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
-    >>> gss.load_state(folder / "once.safetensors").position
-    tensor([5])
-    """
-    try:
-        return ModelState.from_named(load_file(Path(path))).to(device)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} does not hold a model's state: {error}") from None

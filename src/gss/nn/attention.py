@@ -130,6 +130,9 @@ class TransformerBlock(SequenceLayer):
         length = keys.shape[1]
         if state is None:
             capacity = -(-length // self.chunk) * self.chunk
+            if length < self.chunk:  # a short prompt pays for its own tokens only
+                attended = _causal_attention(queries, keys, values)
+                return attended, sized(keys, capacity), sized(values, capacity)
             queries, keys, values = (sized(t, capacity) for t in (queries, keys, values))
             cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
             return _causal_attention(*cut).reshape(queries.shape)[:, :length], keys, values

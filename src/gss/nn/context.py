@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gss.nn.documents import Documents, on_one_tensor
 from gss.nn.state import LayerState, SequenceLayer
+from gss.ops import fast
 
 
 class Context:
@@ -235,7 +236,7 @@ def across_ranks(way: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     """
 
     def decorate(mixer: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.compiler.disable  # exchanges between ranks are not the compiler's
+        @fast.uncompiled  # exchanges between ranks are not the compiler's
         def exchange(self: Any, x: Any, stretch: Stretch, keep_state: bool) -> Any:
             function, rows = on_one_tensor(functools.partial(mixer, self), x)
             return way(self, function, rows, stretch, keep_state)

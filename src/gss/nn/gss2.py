@@ -83,7 +83,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        self.taps = nn.Parameter(torch.randn(taps, channels) / (4 * math.sqrt(taps)))  # the newest token's first
+        self.taps = nn.Parameter(torch.randn(taps, channels).div_(4 * math.sqrt(taps)))  # the newest token's first
         with torch.no_grad():
             self.taps[0] += 1
 
@@ -110,10 +110,13 @@ class KeyedStateSpace(StateSpace):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.modes = config.matrix_state.heads, config.state_space.modes
-        decay = torch.stack([initial_decay(config.state_space) for _ in range(self.heads)])
-        frequency = torch.stack([initial_frequency(config.state_space) for _ in range(self.heads)])
-        self.log_decay = nn.Parameter(decay.log().float())  # [h, N]: Re λ = −exp(log_decay), at most 1 per token
-        self.log_frequency = nn.Parameter(frequency.log().float())  # [h, N]: Im λ = exp(log_frequency)
+        self.log_decay = nn.Parameter(
+            torch.empty(self.heads, self.modes)
+        )  # Re λ = −exp(log_decay), at most 1 per token
+        self.log_frequency = nn.Parameter(torch.empty(self.heads, self.modes))  # Im λ = exp(log_frequency)
+        for parameter, draw in ((self.log_decay, initial_decay), (self.log_frequency, initial_frequency)):
+            if not parameter.is_meta:
+                parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
         self.skip = nn.Parameter(torch.ones(self.heads))  # D
 
     def rate(self) -> Tensor:

@@ -87,6 +87,8 @@ class SequenceLayer(nn.Module):
                     f"the state is another model's: {name} has shape {list(sizes)} per sequence, "
                     f"expected {list(slot.shape)}"
                 )
+            if None in slot.shape and tensor.device.type == "cpu" and bool((state["length"] > sizes[0]).any()):
+                raise ValueError(f"the state is damaged: it has read more tokens than its {name} hold")
 
 
 def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
@@ -142,6 +144,11 @@ class ModelState:
             if name != "position":
                 _, index, slot = name.split(".", 2)
                 layers.setdefault(int(index), {})[slot] = tensor
+        position = tensors["position"]
+        counts = [position, *(tensor for tensor in tensors.values() if not tensor.is_floating_point())]
+        whole = position.ndim == 1 and position.dtype == torch.int64 and bool((position >= 0).all())
+        if not whole or any(not torch.equal(count, position) for count in counts):
+            raise ValueError("its counts of tokens are none, or do not agree")
         return ModelState(tensors["position"], tuple(layers[i] for i in range(len(layers))))
 
     def detach(self) -> "ModelState":
@@ -176,6 +183,33 @@ class ModelState:
             for i, layer in enumerate(states[0].layers)
         )
         return ModelState(torch.cat([state.position for state in states]), layers)
+
+
+class FirstState(nn.Module):
+    """A state of one sequence that a model starts from instead of an empty one: parameters, so that it can be learned,
+    and moves and is saved with the model."""
+
+    def __init__(self, state: ModelState) -> None:
+        super().__init__()
+        self.position = nn.Parameter(state.position.clone(), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Module() for _ in state.layers)
+        for module, layer in zip(self.layers, state.layers, strict=True):
+            for name, tensor in layer.items():
+                module.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def value(self) -> ModelState:
+        """The state, of one sequence."""
+        return ModelState(self.position, tuple(dict(layer.named_parameters()) for layer in self.layers))
+
+    def forward(self, batch: int) -> ModelState:
+        """The state for `batch` sequences."""
+        return self.value().select([0] * batch)
+
+    def learned(self) -> "FirstState":
+        """This one, with everything that is not a count set to be learned."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return self
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gss.choices import nearest
 from gss.config import read_toml
 
 
@@ -18,7 +19,7 @@ def recipe_path(name: str) -> Path:
     """The file of a recipe; ValueError lists the recipes where there is none of that name."""
     path = Path(str(files("gss.recipes") / f"{name}.toml"))
     if not path.is_file():
-        raise ValueError(f"there is no recipe {name!r}; choose from: {', '.join(recipe_names())}")
+        raise ValueError(f"there is no recipe {name!r}{nearest(name, recipe_names())}")
     return path
 
 

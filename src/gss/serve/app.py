@@ -14,8 +14,9 @@ from fastapi.routing import APIRoute
 from gss import __version__
 from gss.serve import schemas
 from gss.serve.about import Limits, describe
+from gss.serve.chat import ActiveChat, ChatCompletion, ChatRequest
 from gss.serve.checks import QUICK_CHARACTERS, check_length, check_model
-from gss.serve.completions import Surfaces, prepare
+from gss.serve.completions import ActiveCompletion, Surfaces, prepare
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError, Guard, answer_errors
 
@@ -98,16 +99,28 @@ def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, lim
     )
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Go on from a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
-        completion = await prepare(body, engine, surfaces, limits, name)
+        return await answer(await prepare(body, engine, surfaces, limits, name), bool(body.stream), request)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses={200: {"model": ChatCompletion, "content": stream}, **schemas.ERRORS},
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Continue a dialogue, written out in plain words: the model was not trained to follow instructions."""
+        completion = await prepare(body.completion(), engine, surfaces, limits, name, ActiveChat)
+        return await answer(completion, bool(body.stream), request)
+
+    async def answer(completion: ActiveCompletion, streaming: bool, request: Request) -> Response:
         completion.start()
-        if body.stream:
+        if streaming:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(completion.events(), media_type="text/event-stream", headers=headers)
-        answer = await completion.whole(request)
-        if answer is None:
+        whole = await completion.whole(request)
+        if whole is None:
             return Response(status_code=499)
         # A large answer is put together beside the event loop.
-        return await asyncio.to_thread(JSONResponse, answer) if completion.large else JSONResponse(answer)
+        return await asyncio.to_thread(JSONResponse, whole) if completion.large else JSONResponse(whole)
 
 
 def _add_tokens(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from gss.generate import prompt_ids
+from gss.generate import first_state, prompt_ids
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError
@@ -34,6 +34,10 @@ async def check_completion(
         raise _beyond("n", n, min(limits.n, engine.rows))
     if body.best_of not in (None, n):
         raise ApiError(400, "best_of is not supported: leave it out", param="best_of", code="unsupported")
+    for param in ("presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
+        if getattr(body, param):
+            instead = ", or use repetition_penalty" if param.endswith("penalty") else ""
+            raise ApiError(400, f"{param} is not supported: leave it out{instead}", param=param, code="unsupported")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens > limits.max_tokens:
         raise _beyond("max_tokens", max_tokens, limits.max_tokens)
@@ -112,9 +116,14 @@ async def _prompts(given: Any, engine: EngineThread, limits: Limits) -> list[Pro
 
 
 def _tokenized(given: list[Any], engine: EngineThread) -> list[Prompt]:
-    tokenizer = engine.tokenizer
+    tokenizer, state = engine.tokenizer, first_state(engine.model)
+
+    def read(text: str) -> Prompt:
+        ids = prompt_ids(tokenizer, text, state)
+        return Prompt(ids, text, int(ids[0] == tokenizer.eos_id))
+
     return [
-        Prompt(prompt_ids(tokenizer, each), each, 1)
+        read(each)
         if isinstance(each, str)
         else Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
         for each in given

@@ -89,6 +89,8 @@ class Surfaces(dict[int, str]):
 class ActiveCompletion:
     """One request, from its arrival to its end."""
 
+    kind, prefix = "text_completion", "cmpl"
+
     def __init__(
         self, body: CompletionRequest, prompts: Sequence[Prompt], engine: EngineThread, surfaces: Surfaces, **job: Any
     ) -> None:
@@ -98,8 +100,8 @@ class ActiveCompletion:
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self._n = body.n or 1
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "object": self.kind,
             "created": int(time.time()),
             "model": job.pop("name"),
         }
@@ -151,11 +153,13 @@ class ActiveCompletion:
         options = self._body.stream_options
         with_usage = options is not None and options.include_usage
         extra = {"usage": None} if with_usage else {}
+        head = {**self._head, "object": self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"}
         try:
             async for choices in self._choices():
-                yield _event({**self._head, "choices": choices, **extra})
+                shown = [self._shown(choice, whole=False) for choice in choices]
+                yield _event({**head, "choices": shown, **extra})
             if with_usage:
-                yield _event({**self._head, "choices": [], "usage": self._usage()})
+                yield _event({**head, "choices": [], "usage": self._usage()})
             yield b"data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.body)
@@ -173,7 +177,12 @@ class ActiveCompletion:
                     if choice["logprobs"]:  # new lists: all continuations of a prompt share those of the prompt
                         old = whole["logprobs"]
                         whole["logprobs"] = {key: old[key] + values for key, values in choice["logprobs"].items()}
-        return {**self._head, "choices": [texts[index] for index in sorted(texts)], "usage": self._usage()}
+        shown = [self._shown(texts[index], whole=True) for index in sorted(texts)]
+        return {**self._head, "choices": shown, "usage": self._usage()}
+
+    def _shown(self, choice: dict[str, Any], whole: bool) -> dict[str, Any]:
+        """A choice as the client wants it, whole or as a part of a stream."""
+        return choice
 
     async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
         """What is new, as choices: the prompts where they are echoed, then pieces as they come, to the last."""
@@ -249,12 +258,17 @@ class ActiveCompletion:
 
 
 async def prepare(
-    body: CompletionRequest, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str
+    body: CompletionRequest,
+    engine: EngineThread,
+    surfaces: Surfaces,
+    limits: Limits,
+    name: str,
+    active: type[ActiveCompletion] = ActiveCompletion,
 ) -> ActiveCompletion:
     """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
     prompts, options = await check_completion(body, engine, limits, name)
     deadline = time.monotonic() + limits.seconds
-    return ActiveCompletion(body, prompts, engine, surfaces, name=name, deadline=deadline, **options)
+    return active(body, prompts, engine, surfaces, name=name, deadline=deadline, **options)
 
 
 async def _left(request: Request) -> None:

@@ -1,20 +1,20 @@
 """What requests and answers look like; the OpenAPI description is made from these."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from gss.generate import Sampling
+from gss.sampling import OPTIONS, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 # The first bad item ends a list: an error for each of a million, in every branch of a union, would take a minute.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
-_INT64 = 2**63
+INT64 = 2**63
 
 
-class _Request(BaseModel):
+class Request(BaseModel):
     # Strict: nothing is guessed from a value of another type, and a field that is not known is refused, not ignored.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -28,13 +28,22 @@ class _Request(BaseModel):
         return {name: values[name] for name in (*cls.model_fields, *unknown[:1]) if name in values}
 
 
-class StreamOptions(_Request):
+class StreamOptions(Request):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="Send the counts of tokens in a chunk of their own, at the end.")
 
 
-class CompletionRequest(_Request):
+_OPTIONS: dict[str, Any] = {
+    name: (Optional[option.type], Field(option.default, description=about["about"], **about["served"]))  # noqa: UP045
+    for name, option in OPTIONS.items()
+    for about in [option.metadata]
+}
+SamplingRequest: Any = create_model("SamplingRequest", __base__=Request, **_OPTIONS)
+"""The sampler's options, which every kind of completion has."""
+
+
+class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -42,45 +51,34 @@ class CompletionRequest(_Request):
         "", description="A text, several, or token ids (read exactly as given)."
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
-    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, lt=2**31)
-    min_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
-    seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="The same seed gives the same text.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
     stop: str | Texts | None = Field(None, description="End before any of these.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
-    presence_penalty: float | None = Field(None, ge=0, le=0, description="Not supported: 0 only.")
-    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Not supported: 0 only.")
-    suffix: None = Field(None, description="Not supported.")
-    logit_bias: None = Field(None, description="Not supported.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
+    suffix: str | None = Field(None, description="Not supported.")
+    logit_bias: dict[str, float] | None = Field(None, description="Not supported.")
     user: str | None = Field(None, description="Ignored.")
 
     def sampling(self) -> Sampling:
         """How tokens are drawn."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty or 1.0,
-        )
+        return Sampling(**{name: value for name in OPTIONS if (value := getattr(self, name)) is not None})
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(Request):
     """A text to cut up."""
 
     prompt: str
     model: str | None = None
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(Request):
     """Tokens to put together."""
 
     tokens: TokenIds

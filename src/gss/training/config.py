@@ -114,6 +114,8 @@ class ReportConfig:
     """Tokens a sample."""
     tensorboard: bool = False
     """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
+    wandb: bool = False
+    """Also send the numbers to Weights & Biases, as a run of the project gss (needs the wandb extra)."""
 
     def __post_init__(self) -> None:
         least = {"log_every": 1, "evaluate_every": 0, "evaluate_tokens": 1, "sample_every": 0, "sample_tokens": 1}
@@ -150,6 +152,13 @@ class TrainConfig:
     """Name of the preset that the model started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model. Its vocab_size comes from the data's tokenizer unless it is set."""
+    start: str | None = None
+    """Weights to start from: a run folder, an exported one, or "box"; the optimizer and the schedule are fresh. None:
+    random weights."""
+    lora: int | None = None
+    """Rank of what is learned on top of every dense layer of `start`, with everything else frozen. None: no LoRA."""
+    tune: Literal["all", "state"] = "all"
+    """What is learned: the weights, or only the state that the frozen model of `start` begins every text from."""
     seed: int = 0
     """Draws the first weights and the order of the data."""
     steps: int = 125_000
@@ -184,9 +193,9 @@ class TrainConfig:
     """Progress, evaluation, samples."""
 
     def __post_init__(self) -> None:
-        for name in ("batching", "precision"):
+        for name in ("tune", "batching", "precision"):
             _check_choice(self, name)
-        _check_least(self, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1, piece_tokens=1)
+        _check_least(self, lora=1, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1, piece_tokens=1)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
@@ -203,6 +212,18 @@ class TrainConfig:
                 )
         if self.piece_tokens is not None and self.batching == "packed":
             raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
+        self._check_tuning()
+
+    def _check_tuning(self) -> None:
+        state = self.tune == "state"
+        if self.start is None and (state or self.lora is not None):
+            raise ValueError(f"{'tune=state' if state else 'lora'} needs trained weights to start from: give --from")
+        if state and self.lora is not None:
+            raise ValueError("tune=state leaves the weights alone, and lora is there to change them: choose one")
+        if state and self.batching == "packed":
+            raise ValueError("packed rows are read from empty states, so tune=state needs segments or lanes")
+        if self.parallel.strategy == "fsdp2" and (state or self.lora is not None):
+            raise ValueError("what lora and tune=state learn is too small to be spread over processes: use ddp")
 
     @property
     def rows(self) -> int:
@@ -229,22 +250,26 @@ def resolve(
     recipe: str | Path | None = None,
     settings: Iterable[str] | Mapping[str, Any] = (),
     vocab_size: int | None = None,
+    base: TrainConfig | None = None,
 ) -> TrainConfig:
     """A run from a preset's name, a recipe and settings, each overriding the one before it.
 
     A recipe is a TOML file, or the name of one that comes with the package; settings are `key=value` texts or a
     mapping. The preset named here wins over the recipe's; the recipe's and the settings' `model` settings win over
-    the preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's.
+    the preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's. `base` is
+    what the recipe changes, with its model in place of a preset's.
     """
-    values = {} if recipe is None else _read_recipe(recipe)
+    values = {} if recipe is None else read_settings(recipe)
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
-    name = sets.pop("preset", None) or preset_name or values.get("preset")
-    if not name:
-        raise ValueError("which model? give --preset NAME, or preset = NAME in the recipe (see gss presets)")
-    model = preset(name)
-    if vocab_size is not None:
-        model = override(model, {"vocab_size": vocab_size})
-    config = override(TrainConfig(preset=name, model=model), {k: v for k, v in values.items() if k != "preset"})
+    if base is None:
+        name = sets.pop("preset", None) or preset_name or values.get("preset")
+        if not name:
+            raise ValueError("which model? give --preset NAME, or preset = NAME in the recipe (see gss presets)")
+        model = preset(name)
+        if vocab_size is not None:
+            model = override(model, {"vocab_size": vocab_size})
+        base = TrainConfig(preset=name, model=model)
+    config = override(base, {k: v for k, v in values.items() if k != "preset"})
     config = override(config, sets)
     if vocab_size is not None and config.model.vocab_size < vocab_size:
         raise ValueError(
@@ -254,7 +279,8 @@ def resolve(
     return config
 
 
-def _read_recipe(recipe: str | Path) -> dict[str, Any]:
+def read_settings(recipe: str | Path) -> dict[str, Any]:
+    """The settings of a recipe, by its name or its file."""
     if Path(recipe).suffix or Path(recipe).is_file():
         return read_toml(recipe)
     return read_recipe(str(recipe))

@@ -39,7 +39,8 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give a folder for the run")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "lock").exists():
+        ours = ("lock", "config.json")
+        if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path / name).exists() for name in ours):
             raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
         for written in (self.path / "lock", self.metrics):
             # In a folder from elsewhere, a link could have us write anywhere.

@@ -15,16 +15,19 @@ from typing import Any, TypeVar
 import torch
 
 from gss.accounting import flops_per_token
+from gss.choices import nearest
 from gss.config import to_mapping
-from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset, read_manifest
+from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset
+from gss.generate import first_state
 from gss.io import checkpoint
-from gss.model import build_model
-from gss.training import probe, snapshot
-from gss.training.config import TrainConfig, differences, flattened, resolve
+from gss.io.states import save_state
+from gss.training import probe, snapshot, start
+from gss.training.boards import open_boards
+from gss.training.config import TrainConfig, differences, flattened
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, UnchangedData, data_facts
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, matmul_rate, perplexity
+from gss.training.progress import Progress, cpu_rate, matmul_rate, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
@@ -49,7 +52,7 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig | str,
+    config: TrainConfig | str | None,
     data: str | Path,
     out: str | Path,
     *,
@@ -60,8 +63,9 @@ def train(
 ) -> TrainResult:
     """Train, or resume training, in the folder `out` on the prepared corpus `data`.
 
-    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file) and
-    settings if wanted. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
+    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file; None: what
+    suits the model and the machine) and settings if wanted. `None` with `start="box"` or a run folder starts from the
+    weights of that model. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
     model, batches, optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to
     train longer. Under torchrun every process calls this.
 
@@ -72,8 +76,8 @@ def train(
     >>> result.step, gss.load(folder).step
     (2, 2)
     """
-    if isinstance(config, str):
-        config = resolve(config, recipe, settings, read_manifest(data).tokenizer["vocab_size"])
+    if not isinstance(config, TrainConfig):
+        config, _ = start.plan(data, out, config, recipe, settings)
     elif recipe is not None or settings:
         raise ValueError("a whole configuration takes no recipe and no settings: give a preset's name with them")
     _refuse_unknown(allow, config)
@@ -114,21 +118,15 @@ class _Run:
         allow: Sequence[str],
         quiet: bool,
     ) -> None:
-        if config.model.vocab_size < dataset.vocab_size:
-            raise ValueError(
-                f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
-            )
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = probe.open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         torch.manual_seed(config.seed)
-        self.stepper = Stepper(build_model(config.model), config, world)
+        resuming = bool(checkpoint.checkpoints(folder.checkpoints))
+        self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
         self.step = 0
-        self.progress = Progress(
-            config.steps,
-            folder.path / "tensorboard" if config.report.tensorboard and world.leads else None,
-            quiet or not world.leads,
-        )
+        boards = open_boards(config, folder.path) if world.leads else []
+        self.progress = Progress(config.steps, boards, quiet or not world.leads)
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
         self._data = UnchangedData(dataset)
@@ -159,6 +157,7 @@ class _Run:
             for batch in batches:
                 self._pending.append(self.stepper.step(batch, self.step))
                 self.step += 1
+                self.progress.stepped(self.step)
                 stop = world.any(interrupt.signal is not None)
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
@@ -193,7 +192,10 @@ class _Run:
             return
         saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
         if not all(isinstance(saved.trainer.get(name), dict) for name in ("config", "data", "optimizer")):
-            raise ValueError(f"{saved.path} holds no training that could be resumed: give another --out")
+            raise ValueError(
+                f"{saved.path} holds no training that could be resumed: start another run from its weights, with "
+                f"--from {self.folder.path} and another --out"
+            )
         _refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
@@ -218,14 +220,23 @@ class _Run:
             return
         self.folder.describe(config, self.dataset, world.size, world.device)
         self.folder.cut_metrics(self.step)
-        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
+        parameters = list(self.stepper.model.parameters())
+        learned = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.progress.note(
-            f"{config.preset}: {parameters:,} parameters on {world.size} × {world.device.type}; "
+            f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
+            f"{f', of which {learned:,} are learned,' if config.start else ''} on {world.size} × {world.device.type}; "
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
             f"epoch; run folder {self.folder.path}"
         )
         if config.report.evaluate_every and self.validation is None:
             self.progress.note(f"the data has no split {probe.VALIDATION!r}: nothing will be evaluated on the way")
+        if world.device.type == "cpu":
+            days = (config.steps - self.step) * config.batch_tokens * self._flops / world.size / cpu_rate() / 86400
+            if days > 1:
+                self.progress.note(
+                    f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
+                    "this CPU. Ctrl-C stops; --config tiny or cpu, or --set steps=…, makes a run of it that ends"
+                )
         if self.step:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")
 
@@ -313,6 +324,10 @@ class _Run:
                 f"and run the same command again; it resumes from {self._newest()}"
             )
         checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
+        if self.config.tune == "state":
+            state = first_state(self.stepper.model)
+            assert state is not None
+            save_state(state, self.folder.path / "state.safetensors")
         keep = self.config.checkpoint
         checkpoint.retain(self.folder.checkpoints, self.step, keep.keep_last, keep.keep_every)
 
@@ -333,9 +348,9 @@ class _Run:
 
 def _refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
     known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
-    unknown = [name for name in allow if name not in known]
-    if unknown:
-        raise ValueError(f"--allow {unknown[0]}: there is no such setting; settings are named as with --set")
+    for name in allow:
+        if name not in known:
+            raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
 
 
 def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
@@ -347,8 +362,9 @@ def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datas
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)
-        # Another vocabulary is another model, which cannot be resumed.
-        otherwise = "" if "model.vocab_size" in changed else f", or resume anyway with {flags}"
+        # A model with other settings is another model, which this checkpoint is not of.
+        other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
+        otherwise = "" if other else f", or resume anyway with {flags}"
         raise ValueError(
             f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
         )

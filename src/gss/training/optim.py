@@ -47,7 +47,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     parameters = dict(model.named_parameters())
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in (DECAYED, TABLE, UNDECAYED, STATE_SPACE, EMBEDDING)}
     for name, group in group_of_parameters(model).items():
-        groups[group].append(parameters[name])
+        if parameters[name].requires_grad:
+            groups[group].append(parameters[name])
     # Decay is a share of the rate: divided by the factor, what it takes away a step stays what it is elsewhere.
     decay = dict.fromkeys((DECAYED, TABLE), config.weight_decay)
     decay[EMBEDDING] = config.weight_decay / config.embedding_factor

@@ -1,32 +1,32 @@
-"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, TensorBoard if asked.
+"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, boards if asked.
 
 Knows rows of numbers and the console; measures nothing itself but the machine's matrix-product rate.
 """
 
 import math
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from gss.training.boards import Board
 
 
 class Progress:
     """Shows rows as they come. On a terminal the last one stays in place, with the time left counting down."""
 
-    def __init__(self, steps: int, tensorboard: Path | None = None, quiet: bool = False) -> None:
+    def __init__(self, steps: int, boards: Sequence[Board] = (), quiet: bool = False) -> None:
         self._steps = steps
         self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._board = _summary_writer(tensorboard) if tensorboard else None
+        self._row: Mapping[str, Any] | None = None
+        self._ends = 0.0
+        self._boards = boards
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal and not self._console.quiet:
@@ -39,8 +39,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -48,32 +48,46 @@ class Progress:
 
     def training(self, row: Mapping[str, Any], seconds_left: float) -> None:
         """The newest training row."""
-        line = Text(training_line(row, self._steps, seconds_left))
+        self._row, self._ends = row, time.monotonic() + seconds_left
         if self._live is not None:
-            self._live.update(line)
+            self.stepped(row["step"])
         else:
-            self._console.print(line)
+            self._console.print(Text(training_line(row, self._steps, seconds_left)))
+
+    def stepped(self, step: int) -> None:
+        """Another step was taken, of which nothing is known yet: on a terminal the line moves on."""
+        if self._live is None:
+            return
+        line = f"step {step:,}/{self._steps:,} · the first figures are on their way"
+        if self._row is not None:
+            left = self._ends - time.monotonic()
+            line = training_line({**self._row, "step": step}, self._steps, left, self._console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers for TensorBoard."""
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+        """Numbers for the boards."""
+        for board in self._boards:
+            board.add(step, values)
 
 
-def training_line(row: Mapping[str, Any], steps: int, seconds_left: float) -> str:
-    """One line of progress."""
-    parts = [
-        f"step {row['step']:,}/{steps:,}",
-        f"loss {row['loss']:.4f}",
-        f"perplexity {perplexity(row['loss']):.2f}",
-        f"rate {row['learning_rate']:.2e}",
-        f"gradient {row['gradient_norm']:.2f}",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-    ]
-    if row.get("mfu") is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
-    return " · ".join([*parts, f"{duration(seconds_left)} left"])
+def training_line(row: Mapping[str, Any], steps: int, seconds_left: float, width: int | None = None) -> str:
+    """One line of progress. Where it would be wider than `width`, what matters least is left out."""
+    parts = {
+        "step": f"step {row['step']:,}/{steps:,}",
+        "loss": f"loss {row['loss']:.4f}",
+        "perplexity": f"perplexity {perplexity(row['loss']):.2f}",
+        "rate": f"rate {row['learning_rate']:.2e}",
+        "gradient": f"gradient {row['gradient_norm']:.2f}",
+        "speed": f"{row['tokens_per_second']:,.0f} tokens/s",
+        "mfu": f"MFU {row['mfu']:.1%}" if row.get("mfu") is not None else "",
+        "left": f"{duration(seconds_left)} left",
+    }
+    for dropped in ("", "gradient", "rate", "mfu", "perplexity"):
+        parts.pop(dropped, None)
+        line = " · ".join(filter(None, parts.values()))
+        if width is None or len(line) < width:
+            break
+    return line
 
 
 def perplexity(loss: float) -> float:
@@ -93,6 +107,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def cpu_rate() -> float:
+    """FLOP/s that training comes to on this CPU, as far as can be said without trying: for warnings."""
+    return 1.5e10 * torch.get_num_threads()
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
     """FLOP/s of a large matrix product here: what MFU is measured against. None on a CPU, where it says little.
 
@@ -109,13 +128,3 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> f
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def _summary_writer(folder: Path) -> "SummaryWriter":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "report.tensorboard needs the tensorboard package: pip install 'gss-lm[tensorboard]', or turn it off"
-        ) from None
-    return SummaryWriter(log_dir=str(folder))

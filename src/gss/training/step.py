@@ -82,7 +82,7 @@ class Stepper:
             self._module = replicate(self._module)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         if config.batching == "lanes":
-            self.lanes = self.model.initial_state(self._rows)
+            self.lanes = self.model.initial_state(self._rows).detach()
 
     @property
     def first_row(self) -> int:
@@ -106,15 +106,12 @@ class Stepper:
 
     def _accumulate(self, batch: Batch[Tensor], scale: Tensor) -> list[Tensor]:
         """Backward through every micro-batch; returns their summed losses."""
-        carried = self._carried(batch)
         losses: list[Tensor] = []
         after: list[ModelState] = []
         for first in range(0, self._rows, self._micro_rows):
             rows = slice(first, min(first + self._micro_rows, self._rows))
             last = rows.stop == self._rows
-            state = carried
-            if carried is not None and self._micro_rows < self._rows:
-                state = carried.select(range(rows.start, rows.stop))
+            state = self._carried(batch, rows)
             starts = batch.starts[rows] if self.config.batching == "packed" else None
             given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)
             with running(self.model, self.precision):
@@ -123,7 +120,7 @@ class Stepper:
                     self.model,
                     given.split(self._piece_tokens),
                     state,
-                    carried is not None,
+                    state is not None,
                     scale,
                     partial(self._synced, last),
                 )
@@ -137,8 +134,9 @@ class Stepper:
     def _synced(self, last_rows: bool, last_piece: bool) -> AbstractContextManager[None]:
         return gradients_synced(self._module, self.model, last_rows and last_piece)
 
-    def _carried(self, batch: Batch[Tensor]) -> ModelState | None:
-        """The state before this batch: none, or that of the lanes, fresh where a document begins."""
+    def _carried(self, batch: Batch[Tensor], rows: slice) -> ModelState | None:
+        """The state before these rows of a batch: none, or that of the lanes, fresh where a document begins."""
         if self.lanes is None:
             return None
-        return self.lanes.where(batch.starts[:, 0], self.model.initial_state(self._rows))
+        lanes = self.lanes.select(range(rows.start, rows.stop))
+        return lanes.where(batch.starts[rows, 0], self.model.initial_state(lanes.batch))

@@ -1,10 +1,11 @@
 // The playground: reads the knobs, runs completions, shows what comes.
 
-import { drawMemory, drawState, short, size } from "./memory.js";
+import { drawMemory, drawState, short, size, time, whole } from "./memory.js";
 import { aboutModel, complete, explain, ServerError, useKey } from "./stream.js";
 import { bits, TokenText } from "./text.js";
 
 const LONG = 6000; // characters of a prompt that are still shown token by token
+const EXAMPLES = ["It was a dark and stormy night", '"My dear sir," said the captain,', "CHAPTER I.\n\n", "def read(path):\n"];
 
 const at = (id) => document.getElementById(id);
 const number = (id) => (at(id).value === "" ? null : Number(at(id).value));
@@ -53,7 +54,13 @@ async function run() {
   figures = { began: performance.now(), first: 0, latest: 0, early: 0, written: 0, read: 0, nats: 0, scored: 0 };
   fail(null);
   busy(true);
-  say(body.echo || !body.prompt ? "Reading the prompt…" : "Reading the prompt, which is too long to show…");
+  say("Reading the prompt…");
+  at("unshown").hidden = body.echo || !body.prompt;
+  at("unshown").textContent = `The prompt of ${whole([...body.prompt].length)} characters is not shown here; what follows it is.`;
+  if (facts) {
+    drawState(at("state"), facts, 0);
+    drawMemory(at("memory"), facts, 0);
+  }
   let ended = "";
   try {
     for await (const chunk of complete(body, mine.signal)) {
@@ -113,9 +120,9 @@ function show() {
     const { began, first, latest, early, written, read, nats } = figures;
     const seconds = (latest - first) / 1000;
     at("speed").textContent = seconds > 0 ? short((written - early) / seconds) : "–";
-    at("first").textContent = first ? `${short(first - began)} ms` : "–";
-    at("written").textContent = written || "–";
-    at("read").textContent = read || "–";
+    at("first").textContent = first ? time(first - began) : "–";
+    at("written").textContent = written ? whole(written) : "–";
+    at("read").textContent = read ? whole(read) : "–";
     at("bits").textContent = written ? bits(-nats / written).toFixed(2) : "–";
     const length = text.tokens.length || written;
     if (facts && length) {
@@ -136,6 +143,7 @@ function busy(yes) {
   at("text").setAttribute("aria-busy", yes);
   at("empty").hidden = true;
   at("further").hidden = yes || !text.characters.length;
+  at("copy").hidden = !text.characters.length;
 }
 
 function say(words) {
@@ -202,6 +210,37 @@ at("stop").addEventListener("click", stop);
 at("further").addEventListener("click", () => {
   at("prompt").value = (last.echo ? "" : last.prompt) + text.whole;
   run();
+});
+
+for (const example of EXAMPLES) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = example.trim();
+  button.addEventListener("click", () => {
+    at("prompt").value = example;
+    at("prompt").focus();
+  });
+  at("examples").append(button);
+}
+
+at("open").addEventListener("click", () => at("file").click());
+at("file").addEventListener("change", async () => {
+  const [file] = at("file").files;
+  if (!file) return;
+  at("prompt").value = await file.text();
+  at("file").value = "";
+  say(`${file.name}: ${whole([...at("prompt").value].length)} characters`);
+});
+
+at("copy").addEventListener("click", async () => {
+  const all = (last.echo ? "" : last.prompt) + text.whole;
+  try {
+    await navigator.clipboard.writeText(all);
+    say("Copied");
+  } catch {
+    getSelection().selectAllChildren(at("text")); // not every address may write to the clipboard
+    say("Selected: copy it with your keyboard");
+  }
 });
 
 async function withKey() {

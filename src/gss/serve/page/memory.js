@@ -17,7 +17,11 @@ export function short(count) {
   return `${Number(count.toPrecision(3))}`;
 }
 
-const whole = (count) => count.toLocaleString("en");
+export function time(milliseconds) {
+  return milliseconds < 1000 ? `${short(milliseconds)} ms` : `${short(milliseconds / 1000)} s`;
+}
+
+export const whole = (count) => count.toLocaleString("en");
 
 export function drawState(place, facts, length) {
   const shown = length || 1024;

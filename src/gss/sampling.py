@@ -1,0 +1,56 @@
+"""How the next token is drawn, as settings: listed once for the library, `gss generate` and the server.
+
+A new option is a field of `Sampling` (and of `SamplingOptions`, for type checkers), with its limits and what it does;
+`gss.decode.sampler` gives it its effect. Imports no torch, so that a command line can list the options at once.
+"""
+
+import operator
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+_LIMITS = {"ge": ("at least", operator.ge), "gt": ("over", operator.gt), "le": ("at most", operator.le)}
+
+
+def _option(default: Any, about: str, served: dict[str, float] | None = None, **limits: float) -> Any:
+    """Limits by the names that pydantic has for them; those of a server, for requests from elsewhere, may be others."""
+    return field(default=default, metadata={"about": about, "limits": limits, "served": served or limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. The defaults sample from the model as it is."""
+
+    temperature: float = _option(
+        1.0, "0 takes the likeliest token, 1 samples as the model says.", {"ge": 0, "le": 100}, ge=0
+    )
+    top_k: int | None = _option(None, "Keep only this many of the likeliest tokens.", {"ge": 1, "lt": 2**31}, ge=1)
+    top_p: float | None = _option(None, "Keep only the likeliest tokens that reach this total probability.", gt=0, le=1)
+    min_p: float | None = _option(
+        None, "Keep only tokens at least this fraction as likely as the likeliest.", gt=0, le=1
+    )
+    repetition_penalty: float = _option(
+        1.0, "Over 1: tokens that have occurred become less likely.", {"ge": 0.01, "le": 100}, gt=0
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, limits = getattr(self, option.name), option.metadata["limits"]
+            if value is None and option.default is None:
+                continue
+            if not all(_LIMITS[kind][1](value, limit) for kind, limit in limits.items()):
+                said = " and ".join(f"{_LIMITS[kind][0]} {limit}" for kind, limit in limits.items())
+                raise ValueError(f"{option.name} must be {said}, not {value}")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+
+
+OPTIONS = {option.name: option for option in fields(Sampling)}
+"""By name; `metadata` has what an option does, `about`, and its limits."""

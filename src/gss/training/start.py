@@ -1,0 +1,107 @@
+"""Where a run starts: random weights, or trained ones, of which all, a little on top, or the first state is learned;
+and what a run is when its user has said little: the settings of the run that is resumed, or a recipe for its model.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gss.accounting import account
+from gss.config import ModelConfig, from_mapping, parse_assignments
+from gss.data import Dataset, read_manifest
+from gss.io.devices import pick_device
+from gss.io.runs import read_config
+from gss.lm import load, run_folder
+from gss.model import LanguageModel, build_model
+from gss.nn.lora import add_lora
+from gss.training.config import TrainConfig, resolve
+
+_TINY, _SMALL = 4_000_000, 150_000_000
+"""Parameters below which a model learns something in a minute on a CPU, and in minutes on a GPU."""
+
+
+def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -> LanguageModel:
+    """The model as it is before the first step, with what is not learned frozen. A run that is resumed gets its values
+    from its checkpoint, and needs nothing of what it started from."""
+    if config.start is None or resuming:
+        model = build_model(config.model)
+    else:
+        model = _loaded(config.start, config, dataset)
+    if config.model.vocab_size < dataset.vocab_size:
+        raise ValueError(
+            f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
+        )
+    if config.lora is not None:
+        add_lora(model, config.lora)
+    if config.tune == "state":
+        model.requires_grad_(False)
+        model.start_from(model.initial_state(1))
+        assert model.first is not None
+        if not sum(each.numel() for each in model.first.learned().parameters() if each.requires_grad):
+            raise ValueError("the first state of this model is empty: there is nothing in it for tune=state to learn")
+    return model.train()
+
+
+def _loaded(start: str, config: TrainConfig, dataset: Dataset) -> LanguageModel:
+    """The trained model; refuses data with another vocabulary, and a config of another model."""
+    lm = load(start)
+    if dataset.manifest is not None and dataset.manifest.tokenizer["hash"] != lm.tokenizer.hash:
+        raise ValueError(
+            f"{dataset.folder} was prepared with another vocabulary than that of {start}, whose weights mean nothing "
+            f"for its ids: prepare the text again with --tokenizer {start}"
+        )
+    if lm.model.config != config.model:
+        raise ValueError(f"the model of {start} has other settings than this run's: leave the model's settings out")
+    if lm.model.first is not None and config.tune != "state":
+        raise ValueError(f"{start} is a tuned first state: start from the model that it was tuned for")
+    return lm.model
+
+
+def plan(
+    data: str | Path,
+    out: str | Path,
+    preset: str | None = None,
+    recipe: str | Path | None = None,
+    settings: Iterable[str] | Mapping[str, Any] = (),
+) -> tuple[TrainConfig, str]:
+    """What a run in `out` on the corpus `data` is, and a sentence on what was chosen for its user, or nothing.
+
+    Without a recipe it is what the run in `out` was begun with, if there is one; else the recipe that suits the model,
+    the machine and what is learned. With `start` among the settings the model is that of the weights.
+    """
+    sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
+    vocabulary = read_manifest(Path(data)).tokenizer["vocab_size"]
+    if recipe is None and (Path(out) / "config.json").is_file():
+        begun = from_mapping(TrainConfig, read_config(Path(out)))
+        if preset in (None, begun.preset):
+            return resolve(None, None, sets, None, begun), f"with the settings that the run in {out} was begun with"
+    base = None
+    if start := sets.get("start"):
+        if preset is not None:
+            raise ValueError(f"the model is that of {start}: leave --preset out")
+        known = read_config(run_folder(start))
+        model = from_mapping(ModelConfig, known["model"])
+        base = TrainConfig(preset=known.get("preset") or "gss", model=model, start=start)
+        vocabulary = None  # the model's is compared when its weights are loaded
+    if recipe is not None:
+        return resolve(preset, recipe, sets, vocabulary, base), ""
+    recipe, reason = _suited(resolve(preset, None, sets, vocabulary, base))
+    said = f"with the recipe {recipe}, for {reason} (--config chooses another, `gss settings` lists what --set changes)"
+    return resolve(preset, recipe, sets, vocabulary, base), said
+
+
+def _suited(config: TrainConfig) -> tuple[str, str]:
+    """The name of the recipe that suits a run here, and what it is for."""
+    if config.tune == "state":
+        return "tune-state", "a first state"
+    if config.lora is not None:
+        return "lora", f"LoRA of rank {config.lora}"
+    if config.start is not None:
+        return "fine-tune", "weights that are trained"
+    parameters = account(config.model).parameters
+    size = f"{parameters / 1e6:,.1f}M parameters"
+    if parameters < _TINY:
+        return "tiny", size
+    if pick_device(config.device).type == "cpu":
+        return "cpu", f"{size} on a CPU"
+    return ("small", f"{size} on a GPU") if parameters < _SMALL else ("pg19", f"{size}, the paper's")

@@ -1,0 +1,276 @@
+"""Starting from trained weights: fine-tuning, LoRA, a first state tuned or read, and the recipe that is chosen."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_runs import assignments, final_files, losses, run, small_config
+from typer.testing import CliRunner
+
+import gss
+from gss import box
+from gss.cli import app
+from gss.config import parse_assignments
+from gss.nn.lora import add_lora, merged
+from gss.training.start import plan
+from tests import conftest
+
+CARRYING = ("gss", "gss-hybrid", "gss2", "dss")
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small trained run, 12 steps."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    run(small_config(), corpus, out)
+    return out
+
+
+def tune(corpus: Path, base: Path, out: Path, **settings: object) -> gss.TrainResult:
+    own = {name: value for name, value in parse_assignments(assignments()).items() if not name.startswith("model.")}
+    return gss.train(None, corpus, out, quiet=True, start=str(base), **own | settings)
+
+
+def loss(run: Path | gss.LM, corpus: Path, **options: object) -> float:
+    lm = run if isinstance(run, gss.LM) else gss.load(run, **options)  # type: ignore[arg-type]
+    return gss.evaluate(lm, corpus, [64], split="train").rows[0].loss
+
+
+def test_weights_only(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """A first step at rate zero leaves the weights as they were; optimizer, schedule and step are fresh."""
+    still = {"optimizer.learning_rate": 1e-30, "optimizer.state_space_learning_rate": 1e-30, "steps": 1}
+    tune(corpus, base, tmp_path / "still", **still)
+    old, new = gss.load(base), gss.load(tmp_path / "still")
+    assert new.step == 1
+    for name, tensor in old.model.state_dict().items():
+        torch.testing.assert_close(new.model.state_dict()[name], tensor)
+    tune(corpus, base, tmp_path / "more", steps=12)
+    assert loss(tmp_path / "more", corpus) < loss(base, corpus)
+    assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
+
+
+def test_an_exported_model_and_the_box(corpus: Path, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from gss.hf import export_run
+
+    export_run(base, tmp_path / "exported")
+    lm = gss.load(tmp_path / "exported")
+    assert lm.step == 12
+    assert lm.score("abc def") == gss.load(base).score("abc def")
+    tune(corpus, tmp_path / "exported", tmp_path / "from-exported")
+    tune(corpus, base, tmp_path / "from-run")
+    assert final_files(tmp_path / "from-exported", 12) == final_files(tmp_path / "from-run", 12)
+    assert gss.load("box").tokenizer.hash == gss.load().tokenizer.hash
+    with pytest.raises(ValueError, match=r"another vocabulary than that of box.*prepare the text again"):
+        tune(corpus, Path("box"), tmp_path / "no")
+
+
+def test_lora(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """It learns, changes nothing but dense layers, resumes to the bit, and is merged when it is loaded."""
+    settings = {"lora": 2, "optimizer.learning_rate": 0.05}
+    tune(corpus, base, tmp_path / "straight", **settings)
+    tune(corpus, base, tmp_path / "parts", **settings, steps=8)
+    gss.train(None, corpus, tmp_path / "parts", quiet=True, steps=12, allow=["steps"])
+    assert loss(tmp_path / "straight", corpus) < loss(base, corpus) - 0.01
+    before, after = gss.load(base).model.state_dict(), gss.load(tmp_path / "straight").model.state_dict()
+    assert before.keys() == after.keys()
+    changed = {name.rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"weight"}
+    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
+    saved = load_file(tmp_path / "straight" / "checkpoints" / "step-00000012" / "optimizer.safetensors")
+    assert all(".parametrizations.weight.0." in name for name in saved)
+    assert len(losses(tmp_path / "parts")) == 12
+
+
+@pytest.mark.parametrize("family", conftest.ALL_FAMILIES)
+def test_lora_is_its_merged_weights(family: str) -> None:
+    model = gss.build_model(conftest.small_config(family)).eval()
+    add_lora(model, 3)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == name.endswith((".up", ".down"))
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    plain = gss.build_model(conftest.small_config(family)).eval()
+    plain.load_state_dict(merged(model.state_dict()))
+    tokens = torch.randint(0, 61, (2, 20))
+    torch.testing.assert_close(model(tokens)[0], plain(tokens)[0])
+
+
+@pytest.mark.parametrize("family", CARRYING)
+def test_the_gradient_of_a_tuned_state(family: str) -> None:
+    """It is that of the loss with respect to a state that is handed in, and by differences too."""
+    config = conftest.small_config(family)
+    model = gss.build_model(config).double().requires_grad_(False)
+    tokens = torch.randint(0, 61, (2, 12))
+    state = model.initial_state(1).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+    model.start_from(state)
+    assert model.first is not None
+    model.first.learned()
+
+    def nats(logits: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    nats(model(tokens)[0]).backward()
+    got = {name: p.grad for name, p in model.first.named_parameters() if p.grad is not None}
+    model.first = None
+    handed = state.map(lambda t: t.clone().requires_grad_(t.is_floating_point()))
+    nats(model(tokens, handed.select([0, 0]))[0]).backward()
+    for name, leaf in handed.named().items():
+        if leaf.grad is not None:
+            torch.testing.assert_close(got[name], leaf.grad)
+    name = next(name for name, grad in got.items() if grad.abs().max() > 1e-6)
+    place = int(got[name].abs().argmax())
+    values = []
+    for step in (1e-5, -1e-5):
+        moved = state.map(torch.clone)
+        moved.named()[name].view(-1)[place] += step
+        values.append(nats(model(tokens, moved.select([0, 0]))[0]).item())
+    assert (values[0] - values[1]) / 2e-5 == pytest.approx(got[name].view(-1)[place].item(), rel=1e-5)
+
+
+def test_tuning_a_state(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """Only the state is learned; the run, and the base with the file, are the same model."""
+    out = tmp_path / "tuned"
+    tune(corpus, base, out, tune="state", **{"optimizer.learning_rate": 0.3})
+    tuned, plain = gss.load(out), gss.load(base)
+    assert {name for name in tuned.model.state_dict() if not name.startswith("first.")} == set(plain.model.state_dict())
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tuned.model.state_dict()[name], tensor)
+    file = out / "state.safetensors"
+    with_file = gss.load(base, state=file)
+    assert loss(out, corpus) == loss(with_file, corpus) < loss(base, corpus)
+    assert with_file.generate("abc", max_tokens=8, temperature=0) == tuned.generate("abc", max_tokens=8, temperature=0)
+    gss.train(None, corpus, out, quiet=True, steps=14, allow=["steps"])
+    assert len(losses(out)) == 14
+    with pytest.raises(ValueError, match="is a tuned first state"):
+        tune(corpus, out, tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batching": "lanes", "micro_batch_tokens": 32}, {"piece_tokens": 8}, {"micro_batch_tokens": 32}]
+)
+def test_a_state_is_tuned_in_lanes_pieces_and_micro_batches(
+    corpus: Path, base: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    whole = {"tune": "state", "optimizer.learning_rate": 0.3, "steps": 2, "batching": "segments"}
+    tune(corpus, base, tmp_path / "whole", **whole)
+    tune(corpus, base, tmp_path / "other", **whole | settings)
+    states = [gss.load_state(tmp_path / name / "state.safetensors").named() for name in ("whole", "other")]
+    moved = [name for name, tensor in states[1].items() if tensor.is_floating_point() and tensor.abs().max() > 0]
+    assert moved
+    if "batching" not in settings:
+        for name in moved:
+            torch.testing.assert_close(states[1][name], states[0][name], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_reading_then_continuing_is_reading_the_whole(base: Path, tmp_path: Path, int8: bool) -> None:
+    book, rest = "bad fed ace " * 60, "had a cab, a bag"
+    lm = gss.load(base)
+    state = lm.read(book)
+    gss.save_state(state, tmp_path / "state", int8=int8)
+    started = time.perf_counter()
+    kept = gss.load_state(tmp_path / "state")
+    assert time.perf_counter() - started < 0.1
+    whole = lm.model(torch.tensor([[lm.tokenizer.eos_id, *lm.tokenizer.encode(book + rest).tolist()]]))[0]
+    tokens = torch.tensor([lm.tokenizer.encode(rest).tolist()])
+    from_file = gss.load(base, state=tmp_path / "state")
+    logits = from_file.model(tokens)[0]
+    torch.testing.assert_close(logits, whole[:, -tokens.shape[1] :], atol=0.05 if int8 else 1e-5, rtol=0)
+    for name, tensor in state.named().items():
+        scale = 0.01 * tensor.abs().max().item() if int8 and tensor.is_floating_point() else 0
+        torch.testing.assert_close(kept.named()[name], tensor, atol=scale, rtol=0)
+    if not int8:
+        text = lm.generate(book + rest, max_tokens=12, seed=3)
+        assert from_file.generate(rest, max_tokens=12, seed=3) == text
+        assert text == lm.generate(rest, state=state, max_tokens=12, seed=3)
+
+
+def test_states_of_another_model_are_refused(base: Path, tmp_path: Path) -> None:
+    other = gss.build_model(gss.preset("gss-tiny"))
+    gss.save_state(other(torch.zeros(1, 3, dtype=torch.int64))[1], tmp_path / "state")
+    with pytest.raises(ValueError, match="the state is another model's"):
+        gss.load(base, state=tmp_path / "state")
+    (tmp_path / "bad").write_text("no")
+    with pytest.raises(ValueError, match="does not hold a model's state"):
+        gss.load(base, state=tmp_path / "bad")
+    with pytest.raises(ValueError, match="there is no state at"):
+        gss.load(base, state=tmp_path / "none")
+
+
+def call(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def test_the_commands(corpus: Path, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("bad fed ace " * 30)
+    said = call("read", tmp_path / "book.txt", base, "--out", tmp_path / "state", "--int8")
+    assert said.startswith("read 361 tokens")
+    assert call("generate", base, "--state", tmp_path / "state", "--prompt", "had", "--tokens", 5).startswith("had")
+    scores = [
+        json.loads(call("eval", base, "--data", corpus, "--lengths", 64, "--json", *state))["rows"][0]["loss"]
+        for state in ((), ("--state", tmp_path / "state"))
+    ]
+    assert scores[0] != scores[1]
+    sets = [f"--set={each}" for each in assignments(steps=2) if not each.startswith("model.")]
+    said = call("train", "--from", base, "--lora", 2, "--data", corpus, "--out", tmp_path / "lora", *sets)
+    assert "with the recipe lora, for LoRA of rank 2" in said
+    assert "of which" in said
+    again = call("train", "--data", corpus, "--out", tmp_path / "lora", "--set", "steps=3", "--allow", "steps")
+    assert "with the settings that the run" in again
+    assert gss.load(tmp_path / "lora").step == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe"),
+    [
+        ({}, "tiny"),
+        ({"model.width": 512, "model.depth": 12, "device": "cpu"}, "cpu"),
+        ({"start": "box"}, "fine-tune"),
+        ({"start": "box", "tune": "state"}, "tune-state"),
+    ],
+)
+def test_the_recipe_is_chosen(corpus: Path, tmp_path: Path, settings: dict[str, object], recipe: str) -> None:
+    preset = None if "start" in settings else "gss-hybrid-tiny"
+    config, said = plan(corpus, tmp_path / "out", preset, None, settings)
+    assert said.startswith(f"with the recipe {recipe}, for ")
+    named, nothing = plan(corpus, tmp_path / "out", preset, recipe, settings)
+    assert (config, nothing) == (named, "")
+    assert config.steps <= 600
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tune": "state"}, "tune=state needs trained weights"),
+        ({"lora": 4}, "lora needs trained weights"),
+        ({"start": "box", "lora": 4, "tune": "state"}, "choose one"),
+        ({"start": "box", "tune": "state", "batching": "packed"}, "needs segments or lanes"),
+        ({"start": "box", "lora": 4, "parallel": "fsdp2"}, "use ddp"),
+        ({"start": "nowhere"}, "nowhere is not a run folder"),
+    ],
+)
+def test_what_cannot_be(corpus: Path, tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    preset = None if "start" in settings else "gss-tiny"
+    with pytest.raises(ValueError, match=message):
+        plan(corpus, tmp_path / "out", preset, None, settings)
+
+
+def test_what_an_error_suggests_is_possible(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """Another model is not resumed with --allow, and weights without an optimizer are to be started from."""
+    changed = small_config(model__pattern='["gss"]')
+    with pytest.raises(ValueError, match=r"model\.pattern was .*give another --out$"):
+        gss.train(changed, corpus, base, quiet=True)
+    with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
+        gss.train(small_config(steps=13), corpus, base, quiet=True)
+    shutil.copytree(box.folder(), tmp_path / "copy")
+    assert gss.load(tmp_path / "copy").step == gss.load().step
+    with pytest.raises(ValueError, match=r"no training that could be resumed.*with --from"):
+        gss.train("gss-hybrid-small", corpus, tmp_path / "copy", quiet=True)
