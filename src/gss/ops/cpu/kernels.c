@@ -12,7 +12,7 @@
 #endif
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
-enum { MOST_ROWS = 8, LANES = 16, GROUP = 64, TILE = LANES * GROUP, AHEAD = 2048 };
+enum { MOST_ROWS = 8, LANES = 16, GROUP = 64, TILE = LANES * GROUP };
 
 typedef float floats __attribute__((vector_size(64)));
 typedef float floats8 __attribute__((vector_size(32)));
@@ -122,7 +122,6 @@ INLINE void floats_block(const struct product *p, int64_t tile, int rows, int ki
         EACH(r, rows) total[r][0] = total[r][1] = (floats){0};
         for (int64_t i = 0; i < inputs; i += 2 * LANES) EACH(half, 2) {
             const char *from = weights + (i + half * LANES) * size;
-            __builtin_prefetch(from + AHEAD);
             floats w = kind == FLOAT32 ? load((const float *)from) : load_bfloat16((const uint16_t *)from);
             EACH(r, rows) total[r][half] += w * load(x[r] + i + half * LANES);
         }
