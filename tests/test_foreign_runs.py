@@ -163,6 +163,22 @@ def test_states_that_are_none(tmp_path: Path, change: dict[str, torch.Tensor]) -
         model(tokens, gss.load_state(tmp_path / "state.safetensors"))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are none there")
+def test_a_pipe_is_not_waited_for(run: Path) -> None:
+    pipe, place = run / "state.safetensors", run / "checkpoints/step-00000001/model.safetensors"
+    place.unlink()
+    for path in (pipe, place):
+        os.mkfifo(path)
+    (run / "lock").unlink(missing_ok=True)
+    os.mkfifo(run / "lock")
+    with pytest.raises(ValueError, match="there is no state at"):
+        gss.load_state(pipe)
+    with pytest.raises(ValueError, match=r"model.safetensors is no file"):
+        gss.load(run)
+    with pytest.raises(ValueError, match="lock is a link or no file"):
+        RunFolder(run).open()
+
+
 def test_a_json_of_any_size_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
