@@ -29,12 +29,14 @@ def stream_many(
     eos_id: int | None = None,
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt's continuation, again and again; None for those that have ended.
 
     Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
     own seed. With `state`, of as many sequences, each continues from its own. `precision` is auto, fp32 or bf16
-    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding.
+    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding. `speculate` drafts
+    by lookup where that pays, which does not change what is drawn.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -56,7 +58,7 @@ def stream_many(
     rows = {request: row for row, request in enumerate(requests)}
     coming: list[deque[int]] = [deque() for _ in requests]
     going = [True] * len(requests)
-    for output in decode.stream(model, requests, precision):
+    for output in decode.stream(model, requests, precision, speculate):
         row = rows[output.request]
         coming[row].extend(output.tokens)
         going[row] = output.finish is None
@@ -74,10 +76,12 @@ def stream(
     eos_id: int | None = None,
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
 ) -> Iterator[int]:
     """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
-    options = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state, "precision": precision}
-    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):  # type: ignore[arg-type]
+    options: dict[str, Any] = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state}
+    options |= {"precision": precision, "speculate": speculate}
+    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):
         assert token is not None
         yield token
 
@@ -125,6 +129,7 @@ def stream_texts(
     stop: Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
+    speculate: bool = True,
     rows: int = 64,
 ) -> Iterator[TextPiece]:
     """`n` continuations of each prompt, from consecutive seeds, up to `rows` side by side; each ends before any of the
@@ -143,7 +148,7 @@ def stream_texts(
     options: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "sampling": sampling or Sampling(), "seed": seed}
     options |= {"eos_id": tokenizer.eos_id, "state": state}
     requests = [Request(prompt=prompt_ids(tokenizer, prompt, before), **options) for prompt in prompts]
-    engine = Engine(model, rows=min(rows, n * len(prompts)), precision=precision)
+    engine = Engine(model, rows=min(rows, n * len(prompts)), precision=precision, speculate=speculate)
     for request in requests:
         engine.submit(request)
     return _texts(engine, tokenizer, requests, stop)

@@ -11,10 +11,13 @@ import torch
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_text
+from gss.io import checkpoint
+from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
 from gss.model import LanguageModel
 from gss.nn.context import Context
+from gss.nn.quantized import quantize
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 from gss.sampling import Sampling, SamplingOptions
@@ -88,6 +91,7 @@ class LM:
         stop: Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
+        speculate: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
@@ -101,6 +105,7 @@ class LM:
         stop                  texts to end before
         state                 what `read` returned: the prompt, which must not be empty then, continues from there
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
+        speculate             draft by lookup in what was read, where that is faster; the text stays the same
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))
@@ -117,6 +122,7 @@ class LM:
             stop=stop,
             state=state,
             precision=resolved(precision, self.model),
+            speculate=speculate,
         )
 
     def read(
@@ -139,7 +145,7 @@ class LM:
         True
         """
         ids = prompt_ids(self.tokenizer, text, state or first_state(self.model))
-        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.embedding.weight.device)
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):
             return read(self.model, tokens, state, context=context)[1]
 
@@ -161,12 +167,15 @@ def load(
     *,
     step: int | None = None,
     device: torch.device | str = "cpu",
+    weights: str | None = None,
     state: str | Path | ModelState | None = None,
 ) -> LM:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
 
     Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
     as well. With a `state`, or a file of one, every text starts from there.
+    `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
+    does the same once and for all. A model with packed weights cannot be trained.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -177,6 +186,8 @@ def load(
     folder = run_folder(run)
     config = read_config(folder)
     model, step = load_model(folder, config, step)
+    if weights is not None:
+        quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
@@ -185,3 +196,25 @@ def load(
 def run_folder(run: str | Path | None) -> Path:
     """The folder of a run, the box's where that is meant."""
     return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)
+
+
+def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
+    """Write a run folder with a run's model, its matrices packed as bf16, int8 or int4; `load` reads it as any other.
+
+    Nothing else of the run is kept than its configuration, its vocabulary and which data it saw.
+
+    >>> small = quantize_run(run, folder / "small", "int8")
+    >>> gss.load(small).score("the cat").perplexity > 1
+    True
+    """
+    source, target = run_folder(run), Path(out)
+    require_new(target)
+    lm = load(source, step=step, weights=weights)
+    with written_folder(target) as aside:
+        kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
+        write_json(aside / "config.json", kept)
+        if (source / "data.json").is_file():
+            write_json(aside / "data.json", read_json(source / "data.json"))
+        lm.tokenizer.save(aside / "tokenizer")
+        checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})
+    return target

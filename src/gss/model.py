@@ -13,6 +13,7 @@ from gss.config import ModelConfig
 from gss.nn.context import Context, Stretch
 from gss.nn.dense import norm
 from gss.nn.documents import Documents
+from gss.nn.quantized import project
 from gss.nn.state import FirstState, ModelState, SequenceLayer
 from gss.ops.positions import sinusoids
 
@@ -107,7 +108,7 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., E] → [..., V]."""
         scale = self.config.width**-0.5 if self.config.head_scale is None else self.config.head_scale
-        return nn.functional.linear(hidden * scale, self.embedding.weight)
+        return project(hidden * scale, self.embedding)
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` sequences."""
@@ -115,8 +116,13 @@ class LanguageModel(nn.Module):
             raise ValueError(f"a batch has at least 1 sequence, not {batch}")
         if self.first is not None:
             return self.first(batch)
-        position = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
+        position = torch.zeros(batch, dtype=torch.int64, device=self.device)
         return ModelState(position, tuple(layer.initial_state(batch) for layer in self.sequence_layers()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.norm.weight.device
 
     @property
     def bounded_state(self) -> bool:

@@ -24,10 +24,9 @@ def resolved(precision: str, model: LanguageModel) -> str:
     check(precision)
     if precision != "auto":
         return precision
-    weight = model.embedding.weight
-    if weight.device.type != "cuda" or weight.dtype != torch.float32:
+    if model.device.type != "cuda" or model.norm.weight.dtype != torch.float32:
         return "fp32"
-    with torch.cuda.device(weight.device):
+    with torch.cuda.device(model.device):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
@@ -38,7 +37,7 @@ def running(model: LanguageModel, precision: str) -> Iterator[None]:
     Autocast and the current GPU, where kernels are launched, are a thread's own. Do not yield inside: the caller's
     code would run in that precision too.
     """
-    device = model.embedding.weight.device
+    device = model.device
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     reduced = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
     with on_device, reduced:

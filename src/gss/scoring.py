@@ -76,7 +76,7 @@ def score_sequences(
     counts = np.array([len(row) - 1 for row in rows])
     assert all(counts[:-1] >= counts[1:]), "the longest sequence comes first"
     skipped = np.zeros_like(counts) if skip is None else np.asarray(skip)
-    device = model.embedding.weight.device
+    device = model.device
     for first, length, sharing in shared_pieces(int(counts[0]), piece, context):
         live = int((counts > first).sum())
         if state is not None and live < state.batch:

@@ -116,7 +116,7 @@ def plain_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> float:
 @torch.no_grad()
 def check_decoding(model: LanguageModel) -> Errors:
     """How far decoded logits are from the model's own in float64; refused where too far."""
-    device = model.embedding.weight.device
+    device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
     first = BLOCK + 17
     _, state = read(model, tokens[:, :first])

@@ -220,7 +220,7 @@ def bench_decode(
 def decoding_round(model: LanguageModel, batch: int, context: int) -> tuple[Callable[[], None], int]:
     """What decodes some tokens of each row greedily after random ones and waits for them, and how many. Whole blocks,
     so that folding them into the state is in the time; several where a graph makes them short."""
-    device = model.embedding.weight.device
+    device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     token = torch.zeros(batch, dtype=torch.int64, device=device)
     with autocast(device):

@@ -71,6 +71,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,
+    "quantize": exchange.quantize_command,
     "quickstart": quickstart.quickstart_command,
     "report": report.report_command,
     "reproduce": reproduce.reproduce_command,

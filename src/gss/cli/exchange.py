@@ -1,4 +1,4 @@
-"""Commands that exchange models with `transformers`: export, import."""
+"""Commands that write a model anew: export and import, which exchange models with `transformers`, and quantize."""
 
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,24 @@ def import_command(
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
     print(f"wrote {_classes().import_folder(folder, run)}")
+
+
+def quantize_command(
+    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    out: Annotated[
+        Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
+    ] = None,
+    bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
+    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+) -> None:
+    """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""
+    from gss.lm import quantize_run
+
+    names = {16: "bf16", 8: "int8", 4: "int4"}
+    if bits not in names:
+        raise ValueError(f"weights have 16, 8 or 4 bits, not {bits}")
+    target = quantize_run(run, out or run.with_name(f"{run.resolve().name}-{names[bits]}"), names[bits], step=step)
+    print(f"wrote {target}: use it as any run, for example gss generate {target}")
 
 
 def _classes() -> ModuleType:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Precision, Run, State
+from gss.cli.use import Precision, Run, Speculate, State, Weights
 
 
 def serve_command(
@@ -20,6 +20,8 @@ def serve_command(
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
+    weights: Weights = None,
+    speculate: Speculate = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for the model. Default: all cores but one.")
     ] = None,
@@ -65,7 +67,7 @@ def serve_command(
     sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}
     limits = Limits(**sizes, seconds=max_seconds, queue=queue)
     with console.status(f"loading {escape(str(run or NAME))}"):
-        loaded = load(run, step=step, device=pick_device(device), state=state)
+        loaded = load(run, step=step, device=pick_device(device), state=state, weights=weights)
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,
@@ -78,6 +80,7 @@ def serve_command(
         piece=piece,
         cache_bytes=cache_mib << 20,
         precision=precision,
+        speculate=speculate,
         threads=threads,
         drain_seconds=drain,
         ready=lambda url: print(f"Serving {served_as} (step {loaded.step}) at {url}", flush=True),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gss.cli.use import Precision, Run, State
+from gss.cli.use import Precision, Run, Speculate, State, Weights
 from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
@@ -61,12 +61,15 @@ def generate_command(
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     precision: Precision = "auto",
+    weights: Weights = None,
+    speculate: Speculate = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
     ] = None,
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
+    from gss.accounting import account
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
     from gss.lm import load
@@ -75,11 +78,12 @@ def generate_command(
     check(precision)
     given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _argument(prompt)]
     drawn = Sampling(**sampling)
-    lm = load(run, step=step, device=pick_device(device), state=state)
-    small = sum(parameter.numel() for parameter in lm.model.parameters()) < _SMALL
+    lm = load(run, step=step, device=pick_device(device), state=state, weights=weights)
+    small = account(lm.model.config).parameters < _SMALL
     options: dict[str, Any] = {"n": samples, "max_tokens": tokens, "seed": seed, "stop": stop or ()}
+    options |= {"precision": precision, "speculate": speculate}
     with _threads(threads or (1 if small else None)):
-        texts = stream_texts(lm.model, lm.tokenizer, given, sampling=drawn, precision=precision, **options)
+        texts = stream_texts(lm.model, lm.tokenizer, given, sampling=drawn, **options)
         _print(texts, given, samples, seed, as_json, echo)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path | None, typer.Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
+Weights = Annotated[str | None, typer.Option(help="Pack the weights: bf16, int8 or int4. Default: as they are.")]
+Speculate = Annotated[bool, typer.Option(help="Draft by lookup in what was read where that is faster; same text.")]
 State = Annotated[
     Path | None, typer.Option(help="A state that `gss read` or `gss train --tune state` made: every text starts there.")
 ]

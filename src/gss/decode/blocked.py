@@ -7,23 +7,24 @@ its own plan; a decoder knows rows, blocks and the sampler. `Decoder` runs on an
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from gss.decode.lookup import Lookup
 from gss.decode.sampler import Draw, Sampler, Settings, Work
 from gss.model import LanguageModel
-from gss.nn.decode_plans import ForwardPlan
+from gss.nn.decode_plans import ForwardPlan, replaced
 from gss.nn.decoding import Block, DecodePlan
+from gss.nn.quantized import packed_twin
 from gss.nn.state import ModelState
-from gss.ops import fast
-from gss.ops.few_rows import MOST_ROWS, FewRows
+from gss.ops import cpu, fast
+from gss.ops.products import MOST_ROWS
 
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
 
-# Parameters from which a step is bound by reading them, so that `FewRows` pays for itself.
+# Parameters from which a step on a CPU is bound by reading them, so that products of few rows pay for themselves.
 _MANY_PARAMETERS = 1 << 22
 
 
@@ -35,6 +36,8 @@ class BlockedDecoder:
 
     stride = 1
     """How many tokens of each row `generate` produces most cheaply."""
+    speculate = False
+    """Whether to draft tokens by lookup and verify several at once, where that is possible."""
     _tokens: Tensor
     _sampler: Sampler
 
@@ -61,13 +64,26 @@ class BlockedDecoder:
             count -= len(parts[-1].tokens)
         return parts[0] if len(parts) == 1 else Draw.join(parts, torch.cat)
 
+    def advance(self) -> Draw:
+        """As many further tokens of each row as are cheap at once: at least one."""
+        return self.generate(self.stride)
+
     def state(self) -> ModelState:
         """The state after what has been read."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def join(self, state: ModelState, sampler: Sampler | None = None, tokens: Tensor | None = None) -> None:
-        """Add the rows of a state after those that are there, each at its own position, with their next tokens."""
+    def join(
+        self,
+        state: ModelState,
+        sampler: Sampler | None = None,
+        tokens: Tensor | None = None,
+        read: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Add the rows of a state after those that are there, each at its own position, with their next tokens.
+
+        `read` is what they have read before, as far as drafts are to be found in it.
+        """
         self._model.check_state(state, state.batch)
         device = state.position.device
         sampler = sampler or Sampler(self._model.config.vocab_size, device, [Settings()] * state.batch)
@@ -75,6 +91,7 @@ class BlockedDecoder:
             tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
         self._block.join(state.batch)
         self._put(state, sampler, tokens)
+        self._remember(tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order, each once (none is fine, until others join).
@@ -89,6 +106,9 @@ class BlockedDecoder:
     def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
         """Place the rows that have just joined the block."""
         raise NotImplementedError
+
+    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
+        """Note what rows that have just joined have read, and their next tokens."""
 
     def _advance(self, count: int, work: Work) -> Draw:
         """Some of `count` steps, and what the sampler drew in them."""
@@ -118,8 +138,11 @@ class Decoder(BlockedDecoder):
     @torch.no_grad()
     def __init__(self, model: LanguageModel, state: ModelState, block: int = BLOCK) -> None:
         super().__init__(model, block)
-        device = model.embedding.weight.device
+        device = model.device
         model.check_state(state, state.batch)
+        if device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS:
+            model = replaced(model, {module: twin for module in model.modules() if (twin := packed_twin(module))})
+        self._model = model
         self._block.join(state.batch)
         self._position = state.position
         self._plans: list[DecodePlan] = [
@@ -128,18 +151,51 @@ class Decoder(BlockedDecoder):
         ]
         self._sampler = Sampler(model.config.vocab_size, device, [Settings()] * state.batch)
         self._tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
-        self._memory_bound = device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS
+        self._lookups = [Lookup() for _ in range(state.batch)]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        few = self._memory_bound and len(tokens) <= MOST_ROWS and not torch.is_autocast_enabled("cpu")
-        with FewRows() if few else nullcontext():
-            x = self._model.embed(tokens.unsqueeze(1), self._position.unsqueeze(1))
-            for plan in self._plans:
-                x = plan.step(x)
+        logits = self._read(tokens.unsqueeze(1))[:, 0]
+        self._position = self._position + 1
+        self._count(1)
+        return logits
+
+    @torch.no_grad()
+    def advance(self) -> Draw:
+        # Reading several tokens of a row at a time costs little more than one where products of few rows are in C.
+        if self.speculate and self._block.rows == 1 and cpu.library() is not None:
+            return self._verify(self._lookups[0])
+        drawn = self.generate(1)
+        for lookup, token in zip(self._lookups, drawn.tokens[0].tolist() if self.speculate else (), strict=False):
+            lookup.extend([token])
+        return drawn
+
+    def _verify(self, lookup: Lookup) -> Draw:
+        """Read the next token and a draft of those after it; keep what the sampler draws too, and its own next one."""
+        draft = lookup.draft(min(MOST_ROWS, *(plan.ahead() for plan in self._plans)) - 1)
+        logits = self._read(torch.cat([self._tokens, torch.tensor(draft, dtype=torch.int64)]).unsqueeze(0))
+        work, draws, drawn = self._sampler.work, [], []
+        for place in range(len(draft) + 1):
             self._position = self._position + 1
-            self._count(1)
-            return self._model.logits(self._model.norm(x[:, 0]))
+            draws.append(self._sampler.draw(logits[:, place], self._position, work))
+            drawn.append(int(draws[-1].tokens))
+            if drawn[place:] != draft[place : place + 1]:
+                break
+        for plan in self._plans:
+            plan.rewind(len(draft) + 1 - len(drawn))
+        self._count(len(drawn))
+        self._tokens = draws[-1].tokens.clamp(min=0)
+        lookup.extend(drawn)
+        lookup.learn(len(draft), len(drawn) - 1)
+        return Draw.join([draw.map(lambda part: part.unsqueeze(0)) for draw in draws], torch.cat)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Logits [B, L, V] after each of the next tokens [B, L]; the cursors of decoder and block stay."""
+        position = self._position.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        x = self._model.embed(tokens, position)
+        for plan in self._plans:
+            x = plan.step(x)
+        return self._model.logits(self._model.norm(x))
 
     @torch.no_grad()
     def state(self) -> ModelState:
@@ -150,11 +206,16 @@ class Decoder(BlockedDecoder):
         self._block.keep(rows)
         self._position, self._tokens = self._position[list(rows)], self._tokens[list(rows)]
         self._sampler = Sampler.join([(self._sampler, rows)])
+        self._lookups = [self._lookups[row] for row in rows]
         for plan in self._plans:
             plan.keep(rows)
 
     def _set_tokens(self, tokens: Tensor) -> None:
         self._tokens = tokens
+
+    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
+        before = read if self.speculate and read else [()] * len(tokens)
+        self._lookups += [Lookup([*row, token]) for row, token in zip(before, tokens.tolist(), strict=True)]
 
     def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
         self._position = torch.cat([self._position, state.position])
@@ -179,7 +240,7 @@ def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> Bloc
     A `GraphDecoder` where GPU kernels can run, every layer has a plan for them and bfloat16 is asked for, by autocast
     around this call or by the model's parameters; else a `Decoder`.
     """
-    if fast.usable(model.embedding.weight.device):
+    if fast.usable(model.device):
         from gss.decode import cuda
 
         if cuda.reduced_precision(model) and (plans := cuda.plans(model, block)):

@@ -91,6 +91,7 @@ class Engine:
     piece         tokens of prompts that are read per round of `prefill`; by default 4,096, on a GPU 65,536
     cache_bytes   memory for the states of prompts, which later prompts with the same prefix start from
     precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
+    speculate     whether to draft by lookup where that pays: a row alone, on a CPU; what is drawn does not change
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Engine:
         piece: int | None = None,
         cache_bytes: int = 0,
         precision: str = "auto",
+        speculate: bool = True,
     ) -> None:
-        self._device = model.embedding.weight.device
+        self._device = model.device
         if piece is None:
             piece = 65_536 if self._device.type == "cuda" else 4096
         if rows < 1 or piece < 1:
@@ -110,6 +112,7 @@ class Engine:
         self.model, self.max_rows, self.precision = model, rows, resolved(precision, model)
         self.cache = PrefixCache(cache_bytes)
         self.prompts = Prefill(model, self.cache, piece)
+        self.speculate = speculate
         self._waiting: deque[Request] = deque()
         self._running: list[_Row] = []
         self._in_flight: _Fetched | None = None
@@ -167,7 +170,7 @@ class Engine:
         fetched = None
         if any(row.left > count * ahead for row in self._running):
             with running(self.model, self.precision):
-                fetched = _Fetched(self._running, self.decoder.generate(count))
+                fetched = _Fetched(self._running, self.decoder.advance())
         if self._device.type == "cuda":
             fetched, self._in_flight = self._in_flight, fetched
         handed_out = list(fetched.outputs()) if fetched else []
@@ -217,7 +220,7 @@ class Engine:
         if len(going) < len(rows):
             state, sampler, draw = state.select(going), Sampler.join([(sampler, going)]), Draw(draw.tokens[going])
         if going:
-            self.decoder.join(state, sampler, draw.tokens)
+            self.decoder.join(state, sampler, draw.tokens, [rows[place].request.prompt for place in going])
             self._running += [rows[place] for place in going]
 
     def _leave(self, leaving: Iterable[_Row]) -> None:
@@ -237,14 +240,17 @@ class Engine:
         with running(self.model, self.precision):
             empty = decoder(self.model, self.model.initial_state(1))
         empty.keep([])
+        empty.speculate = self.speculate
         return empty
 
 
-def stream(model: LanguageModel, requests: Sequence[Request], precision: str = "auto") -> Iterator[Output]:
+def stream(
+    model: LanguageModel, requests: Sequence[Request], precision: str = "auto", speculate: bool = True
+) -> Iterator[Output]:
     """The outputs of some requests, side by side, as they come."""
     if not requests:
         raise ValueError("there are no prompts: give at least one")
-    engine = Engine(model, rows=sum(request.n for request in requests), precision=precision)
+    engine = Engine(model, rows=sum(request.n for request in requests), precision=precision, speculate=speculate)
     for request in requests:
         engine.submit(request)
     return engine.run()

@@ -94,7 +94,7 @@ class Prefill:
 
     def __init__(self, model: LanguageModel, cache: PrefixCache, piece: int) -> None:
         self._model, self._cache, self._piece = model, cache, piece
-        self._device = model.embedding.weight.device
+        self._device = model.device
         self._state_bytes = model.initial_state(1).nbytes
         self.bounded = model.bounded_state
         """Whether states have one size, however much has been read."""

@@ -26,6 +26,7 @@ from gss.io import checkpoint
 from gss.io.files import read_json
 from gss.model import LanguageModel, build_model
 from gss.nn.lora import merged
+from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
 # Of one sequence: a state many times as large as the weights is no model's.
@@ -62,6 +63,7 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
             raise ValueError("the sizes are others")
         model = build_model(described)
+        expect(model, {name: tensor.shape for name, tensor in tensors.items()})
         model.load_state_dict(tensors)
         model.start_from(ModelState.from_named(first) if first else None)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -111,8 +113,9 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     try:
         with torch.device("meta"), _NothingDrawn():
             model = build_model(config)
+            expect(model, shapes)
             state = model.initial_state(1).nbytes
-    except (RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
+    except (AttributeError, RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
         return False
     found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = sum(parameter.nbytes for parameter in model.parameters())

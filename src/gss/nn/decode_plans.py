@@ -5,9 +5,10 @@ is exactly the layer. A layer that has no plan of its own is decoded by its `for
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
+import ctypes
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decoding import Block, without_gaps
+from gss.nn.quantized import packed_weight
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
+from gss.ops import cpu
+from gss.ops.products import MOST_ROWS, matrix, suits
 from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
+    from gss.nn.gss import GSSLayer
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -65,6 +72,12 @@ class ForwardPlan:
         y, self._state = self._layer(x, self._state)
         return y
 
+    def ahead(self) -> int:
+        return 1
+
+    def rewind(self, count: int) -> None:
+        assert not count, "a state cannot go back"
+
     def fold(self) -> None:
         pass
 
@@ -85,11 +98,18 @@ class StateSpacePlan:
     def __init__(
         self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
     ) -> None:
+        self._block = block
         self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
-        self._layer = _replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
+        self._layer = replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
 
     def step(self, x: Tensor) -> Tensor:
         return self._layer(x, None, False)[0]
+
+    def ahead(self) -> int:
+        return self._block.size - self._block.read
+
+    def rewind(self, count: int) -> None:
+        pass  # inputs after the block's cursor are written over
 
     def fold(self) -> None:
         for space in self._spaces.values():
@@ -107,15 +127,56 @@ class StateSpacePlan:
             space.keep(rows)
 
 
-def _replaced(module: nn.Module, by: Mapping[Any, nn.Module]) -> nn.Module:
+def replaced(module: Module, by: Mapping[Any, nn.Module]) -> Module:
     """A twin of a module that shares its parameters, with other modules in place of some of its parts."""
     if module in by:
-        return by[module]
-    twin: nn.Module = object.__new__(type(module))  # copy.copy would call the class that FSDP2 has put in its place
+        return by[module]  # type: ignore[return-value]
+    twin: Module = object.__new__(type(module))  # copy.copy would call the class that FSDP2 has put in its place
     twin.__dict__.update(module.__dict__)
     twin._compiled_call_impl = None  # which would call the module itself
-    twin._modules = {name: child and _replaced(child, by) for name, child in module._modules.items()}
+    twin._modules = {name: child and replaced(child, by) for name, child in module._modules.items()}
     return twin
+
+
+class CompiledGSSPlan(StateSpacePlan):
+    """A GSS layer whose steps are one call of C, for a few rows on a CPU; others take the usual way."""
+
+    def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
+        super().__init__(layer, layer.spaces(), state, block)
+        self._space = self._spaces["modes"]
+        dense = [layer.inner, layer.gate, layer.context, layer.output]
+        norms = [layer.norm, layer.inner_norm]
+        packed = [packed_weight(each) for each in dense]
+        # What the structure points to is kept alive by the layer and the state space.
+        self._struct = cpu.Layer(
+            *(cpu.Norm(isinstance(n, nn.LayerNorm), n.eps, *map(cpu.pointer, (n.weight, _bias(n)))) for n in norms),
+            *(matrix(weight, each.bias) for weight, each in zip(packed, dense, strict=True)),
+            block.size,
+            self._space.reversed_taps.data_ptr(),
+        )
+
+    @staticmethod
+    def fits(layer: "GSSLayer") -> bool:
+        """Whether the C functions can do this layer, and are there."""
+        dense = [layer.inner, layer.gate, layer.context, layer.output]
+        plain = layer.norm.weight.device.type == "cpu" and layer.norm.weight.dtype == torch.float32
+        widths = all(suits(packed_weight(each)) for each in dense)
+        return plain and layer.activation == "gelu" and widths and cpu.library() is not None
+
+    def step(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        found = cpu.library()
+        if found is None or batch * length > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return super().step(x)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        tensors = (*self._space.buffers_of_rows(), x, y)
+        found.gss_layer(ctypes.byref(self._struct), batch, length, self._block.read, *map(cpu.pointer, tensors))
+        return y
+
+
+def _bias(norm: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
+    return norm.bias if isinstance(norm, nn.LayerNorm) else None
 
 
 class BlockedStateSpace(nn.Module):
@@ -133,7 +194,7 @@ class BlockedStateSpace(nn.Module):
         self._readout, self._log_a = space.discretized()
         self._block = block
         taps = space.taps(block.size)
-        self._reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
+        self.reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
         # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
         self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
         self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
@@ -142,14 +203,27 @@ class BlockedStateSpace(nn.Module):
         self._carry()
 
     def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """u [B, 1, H] → y [B, 1, H] in the state's precision, as `DiagonalStateSpace` gives it without a state."""
-        read, size = self._block.read, self._block.size
-        inputs = self._inputs.tensor
-        inputs[:, :, read] = u[:, 0]
-        recent, taps = inputs[:, :, : read + 1], self._reversed_taps[:, size - read - 1 :]
+        """u [B, L, H] → y [B, L, H] in the state's precision, as `DiagonalStateSpace` gives it without a state.
+
+        The tokens are within the block; L is 1, or more where tokens are read ahead.
+        """
+        read, size, length = self._block.read, self._block.size, u.shape[1]
+        inputs, taps, carried = self._inputs.tensor, self.reversed_taps, self._carried.tensor
+        if taps.dtype == torch.float32 and taps.device.type == "cpu" and (found := cpu.library()) is not None:
+            u = u.float().contiguous()
+            y = torch.empty_like(u)
+            tensors = (u, inputs, taps, carried, y)
+            found.gss_blocked_steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
+            return y, None
+        inputs[:, :, read : read + length] = u.transpose(1, 2)
         with torch.autocast(u.device.type, enabled=False):
-            y = torch.einsum("bhw,hw->bh", recent, taps) + self._carried.tensor[:, read]
-        return y.unsqueeze(1), None
+            ends = range(read + 1, read + length + 1)
+            parts = [torch.einsum("bhw,hw->bh", inputs[:, :, :end], taps[:, size - end :]) for end in ends]
+            return torch.stack(parts, dim=1) + carried[:, read : read + length], None
+
+    def buffers_of_rows(self) -> tuple[Tensor, Tensor]:
+        """The inputs of the block so far, and what the state at its start adds to its outputs."""
+        return self._inputs.tensor, self._carried.tensor
 
     def fold(self) -> None:
         """Move on to the next block."""
@@ -231,10 +305,21 @@ class AttentionPlan:
         self.join(state)
 
     def step(self, x: Tensor) -> Tensor:
-        self._move_full()
         lengths = torch.tensor(self._lengths, device=self._device)
         projected = self._layer.positioned(self._layer.project(x), lengths)
-        together = [t.transpose(1, 2) for t in projected]  # query, key and value of the next token, [B, h, 1, d]
+        attended = [self._attend_all(*token) for token in zip(*(t.split(1, dim=1) for t in projected), strict=True)]
+        return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
+
+    def ahead(self) -> int:
+        return self._chunk - self._lengths[0] % self._chunk if self._chunk else sys.maxsize
+
+    def rewind(self, count: int) -> None:
+        self._lengths = [length - count for length in self._lengths]
+
+    def _attend_all(self, *projected: Tensor) -> Tensor:
+        """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
+        self._move_full()
+        together = [t.transpose(1, 2) for t in projected]  # [B, h, 1, d]
         in_order = list(range(len(self._lengths)))
         attended = torch.empty_like(together[0])
         for cache in self._caches.values():
@@ -243,7 +328,7 @@ class AttentionPlan:
             else:
                 attended[cache.rows] = self._attend(cache, *(t[cache.rows] for t in together))
         self._lengths = [length + 1 for length in self._lengths]
-        return self._layer.finish(x, attended.transpose(1, 2))
+        return attended.transpose(1, 2)
 
     def fold(self) -> None:
         pass

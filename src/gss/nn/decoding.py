@@ -65,7 +65,13 @@ class DecodePlan(Protocol):
     """One layer, reading a token at a time (`gss.nn.decode_plans`)."""
 
     def step(self, x: Tensor) -> Tensor:
-        """The outputs [B, 1, E] for the next token of each row."""
+        """The outputs [B, L, E] for the next tokens of each row: one, or as many as `ahead` allows."""
+
+    def ahead(self) -> int:
+        """How many tokens of a row alone can be read in a step so that the last of them can be taken back."""
+
+    def rewind(self, count: int) -> None:
+        """Take back the last tokens of a step; the block's own cursor is the decoder's to move."""
 
     def fold(self) -> None:
         """Take a full block of tokens into the state."""

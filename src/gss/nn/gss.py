@@ -4,7 +4,7 @@ from torch import Tensor
 
 from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
-from gss.nn.decoding import GPUPlan
+from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import dense, norm
 from gss.nn.state import LayerState
 from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
@@ -37,6 +37,11 @@ class GSSLayer(StateSpaceLayer):
         # (y·W₃ ∗ φ(normed·W₂))·W₄ + x, in one operation because the gate is the widest thing in the layer
         out = add_gated(x, normed, y, self.gate, self.context, self.output, self.activation)
         return out, {"modes": modes} if keep_state else {}
+
+    def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
+        from gss.nn.decode_plans import CompiledGSSPlan
+
+        return CompiledGSSPlan(self, state, block) if CompiledGSSPlan.fits(self) else super().decode_plan(state, block)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn.gpu_plans import GSSPlan

@@ -1,6 +1,6 @@
-"""One switch for every GPU kernel: where they can run, and whether they are wanted.
+"""One switch for every kernel: where those of a GPU can run, and whether any are wanted.
 
-They are on wherever they can be: an NVIDIA GPU with bfloat16 tensor cores and Triton installed. What they trade for
+Those are on wherever they can be: an NVIDIA GPU with bfloat16 tensor cores and Triton installed. What they trade for
 speed is precision within 16-bit operands, so those that trade any run only where 16 bits are asked for, by autocast
 or by the tensors themselves. `GSS_FAST=0` in the environment, or `disabled()` around some code, leaves plain PyTorch.
 """
@@ -34,6 +34,11 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         _enabled = before
+
+
+def enabled() -> bool:
+    """Whether anything but plain PyTorch is wanted."""
+    return _enabled
 
 
 def usable(device: torch.device) -> bool:

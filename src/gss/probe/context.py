@@ -211,7 +211,7 @@ def block_losses(
 ) -> npt.NDArray[np.float64]:
     """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets], after each number of
     true ids; before these come the first of `other` [B, window], as many as are missing, or nothing if it is empty."""
-    device, window = model.embedding.weight.device, own.shape[1] - targets
+    device, window = model.device, own.shape[1] - targets
     state: ModelState | None = None
     read = 0
     sums = np.zeros((len(own), len(contexts)))

@@ -70,7 +70,7 @@ def measured(trial: Trial, folder: Path, device: torch.device, show: Callable[[f
 
 def _scored(trial: Trial, model: LanguageModel, dataset: Dataset, length: int | None, precision: str) -> dict[str, Any]:
     """The scores at one length; without figures where losses are not finite."""
-    kind = model.embedding.weight.device.type
+    kind = model.device.type
     try:
         result = evaluate(
             model,

@@ -67,13 +67,15 @@ class EngineThread:
         piece: int | None = None,
         cache_bytes: int = 256 << 20,
         precision: str = "auto",
+        speculate: bool = True,
         interval: float = 0.02,
         post: Callable[[Posts], None] = hand_over,
         metrics: Metrics | None = None,
     ) -> None:
         if piece is None:
-            piece = 4096 if model.embedding.weight.device.type == "cuda" else 256
-        self.core = decode.Engine(model, rows=rows, piece=piece, cache_bytes=cache_bytes, precision=precision)
+            piece = 4096 if model.device.type == "cuda" else 256
+        options = {"rows": rows, "piece": piece, "cache_bytes": cache_bytes, "precision": precision}
+        self.core = decode.Engine(model, **options, speculate=speculate)  # type: ignore[arg-type]
         self.model, self.tokenizer, self.precision = model, tokenizer, self.core.precision
         self.rows, self.queue = rows, queue
         self.metrics = metrics or Metrics()

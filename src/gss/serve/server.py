@@ -49,7 +49,7 @@ def serve(
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
     limits = limits or Limits()
     limits = replace(limits, connections=usable_connections(limits.connections))
-    if loaded.model.embedding.weight.device.type == "cpu":
+    if loaded.model.device.type == "cpu":
         torch.set_num_threads(threads or max(1, usable_cores() - 1))
     engine = EngineThread(loaded.model, loaded.tokenizer, queue=limits.queue, post=post_to_loops, **options)
     own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None

@@ -1,0 +1,45 @@
+"""Speculation by lookup: what followed the last few tokens when they came before is likely to follow again.
+
+A draft costs nothing to make, and a decoder verifies it in one step: as many of its tokens are kept as the sampler
+would have drawn itself, so the output is what it would be without, draw by draw. Code and mathematics repeat
+themselves most.
+"""
+
+from collections.abc import Iterable
+
+_GRAM = 3
+# Tokens that are looked through: enough for any file, little enough to index in a moment.
+_HISTORY = 1 << 16
+_LONGEST = 7
+
+
+class Lookup:
+    """The tokens of one row, the next that it reads included, and drafts of what comes after."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self._tokens = [*tokens][-_HISTORY:]
+        self._after: dict[tuple[int, ...], int] = {}  # where each run of tokens was followed by something, last
+        self._indexed = _GRAM
+        self._length = 2
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Note what was drawn."""
+        self._tokens += tokens
+
+    def draft(self, most: int) -> list[int]:
+        """Up to `most` tokens that may come next; none where the last few have not been seen before."""
+        tokens = self._tokens
+        if len(tokens) > 2 * _HISTORY:  # the beginning is forgotten
+            self._tokens = tokens = tokens[-_HISTORY:]
+            self._after, self._indexed = {}, _GRAM
+        for end in range(self._indexed, len(tokens)):
+            self._after[tuple(tokens[end - _GRAM : end])] = end
+        self._indexed = max(self._indexed, len(tokens))
+        start = self._after.get(tuple(tokens[-_GRAM:]), len(tokens))
+        period = len(tokens) - start  # what repeats itself goes on doing so
+        return [tokens[start + place % period] for place in range(min(most, self._length) if period else 0)]
+
+    def learn(self, drafted: int, kept: int) -> None:
+        """Draft more where all was kept, and less where it was not."""
+        if drafted:
+            self._length = min(_LONGEST, 2 * self._length + 1) if kept == drafted else kept + 1

@@ -1,0 +1,128 @@
+"""Dense layers and embeddings whose weights are packed in fewer bits, for models that only decode.
+
+They take the place of `nn.Linear` and `nn.Embedding` and give the same answers, but for rounding; `weight` unpacks.
+Also in float32, where packing changes nothing: a decoder then multiplies by the same function (`gss.ops.products`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gss.ops.products import BITS, GROUP, Packed, linear, pack, shapes, unpacked
+
+_NARROW = 128
+
+
+class QuantizedLinear(nn.Linear):
+    """A dense layer with a packed weight."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = packed.inputs, packed.outputs
+        self.register_buffer("packed", packed.values)
+        self.register_buffer("scale", packed.scale)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The whole matrix, unpacked."""
+        return unpacked(packed_weight(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, packed_weight(self), self.bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the matrix: what it is as an embedding."""
+        found = unpacked(packed_weight(self), index)
+        return found.float() if found.dtype == torch.bfloat16 else found
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """An embedding that is a `QuantizedLinear` seen from the other side, as the tied head needs it."""
+
+    def __init__(self, packed: Packed) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = packed.outputs, packed.inputs
+        self.head = QuantizedLinear(packed)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The whole matrix, unpacked."""
+        return self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head.rows(tokens)
+
+
+def packed_weight(layer: nn.Linear) -> Packed:
+    """The weight of a dense layer of either kind."""
+    if not isinstance(layer, QuantizedLinear):
+        return Packed(layer.weight.detach(), None, layer.out_features)
+    values = layer._buffers["packed"]
+    assert values is not None
+    return Packed(values, layer._buffers["scale"], layer.out_features)
+
+
+def project(x: Tensor, embedding: nn.Embedding) -> Tensor:
+    """An embedding as the head: [..., E] → [..., V]."""
+    return embedding.head(x) if isinstance(embedding, QuantizedEmbedding) else F.linear(x, embedding.weight)
+
+
+def packed_twin(module: nn.Module, bits: int | None = None) -> nn.Module | None:
+    """A dense layer or an embedding with its weight packed (None: as it is); None for any other module.
+
+    What has too odd a width for groups of 64 keeps its weight. With 4 bits, embeddings and narrow matrices have 8: in
+    the box, 4 there cost more perplexity than 4 everywhere else.
+    """
+    if type(module) not in (nn.Linear, nn.Embedding):
+        return None
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    if bits is None:
+        packed = Packed(weight, None, len(weight))
+    elif bits < 16 and weight.shape[1] % GROUP:
+        return None
+    else:
+        # Narrow matrices and the embedding hold few of the weights that a step reads, or matter most.
+        careful = bits == 4 and (isinstance(module, nn.Embedding) or min(weight.shape) <= _NARROW)
+        packed = pack(weight, 8 if careful else bits)
+    return _with(module, packed)
+
+
+def _with(module: nn.Module, packed: Packed) -> nn.Module:
+    return QuantizedLinear(packed, module.bias) if isinstance(module, nn.Linear) else QuantizedEmbedding(packed)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether some of a model's weights are packed."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def quantize(model: nn.Module, weights: str) -> None:
+    """Pack the weights of every dense layer and embedding of a model in place: bf16, int8 or int4."""
+    if weights not in BITS:
+        raise ValueError(f"weights must be one of {', '.join(BITS)}, not {weights!r}")
+    if is_quantized(model):
+        raise ValueError("the model's weights are quantized already: start from the run that it was made from")
+    _replace(model, {name: packed_twin(module, BITS[weights]) for name, module in model.named_modules()})
+
+
+def expect(model: nn.Module, saved: Mapping[str, Sequence[int]]) -> None:
+    """Make room in a model for weights that were packed when they were saved, by the shapes of all tensors there."""
+    found: dict[str, nn.Module | None] = {}
+    for name, shape in saved.items():
+        path = name.removesuffix(".packed").removesuffix(".head")
+        if name.endswith(".packed") and type(module := model.get_submodule(path)) in (nn.Linear, nn.Embedding):
+            outputs, inputs = module.weight.shape  # type: ignore[misc]
+            bits = 32 * shape[1] // inputs if len(shape) == 4 else 16
+            size, scale = shapes(outputs, inputs, bits)
+            room = torch.empty(size, dtype=torch.bfloat16 if scale is None else torch.uint8)
+            found[path] = _with(module, Packed(room, None if scale is None else torch.empty(scale), outputs))
+    _replace(model, found)
+
+
+def _replace(model: nn.Module, by: Mapping[str, nn.Module | None]) -> None:
+    for path, module in by.items():
+        if module is not None:
+            model.set_submodule(path, module)
