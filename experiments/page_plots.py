@@ -77,7 +77,7 @@ def by_corpus(corpus: str, found: Found) -> Picture:
         Panel("position in the window (tokens)", "loss (nats per token)", positions, **common),
     ]
     caption = f"Perplexity by evaluation length and loss by position, {corpus}"
-    return Picture(corpus, corpus, caption, panels, (9.4, 3.9), wide=True)
+    return Picture(corpus, corpus, caption, panels, (9.4, 3.9))
 
 
 def _by_position(kept: Sequence[Record], lengths: Sequence[int], trained: int) -> tuple[list[float], list[float]]:
@@ -113,7 +113,7 @@ def _speed(results: Collection, names: Sequence[str]) -> Picture | None:
             panels.append(Panel(*axes, lines, x_format=tokens))
     size = (max(6.0, 3.6 * len(panels)), 3.9)
     caption = "Training speed against perplexity at 4k"
-    return Picture("speed", "speed", caption, panels, size, wide=True) if panels else None
+    return Picture("speed", "speed", caption, panels, size) if panels else None
 
 
 def _init(results: Collection) -> Picture | None:
@@ -148,4 +148,4 @@ def _init(results: Collection) -> Picture | None:
         ),
     ]
     caption = "Perplexity of every start, and time constants by layer before and after training"
-    return Picture("init", "init", caption, panels, (9.4, 3.9), wide=True)
+    return Picture("init", "init", caption, panels, (9.4, 3.9))

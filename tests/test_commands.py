@@ -187,7 +187,8 @@ def test_a_shell_completes_names() -> None:
 
 
 def test_lm_eval_without_lm_eval_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "gss.lm_eval", raising=False)
     with pytest.raises(SystemExit, match=r"error: gss\.lm_eval needs lm-eval: pip install"):
         runpy.run_module("gss.lm_eval", run_name="__main__")

@@ -133,6 +133,18 @@ def _restored(folder: Path, training: str, world: World, context: int) -> Steppe
     return stepper
 
 
+def _refusals(context: Context) -> None:
+    """On every rank alike, so that none waits for another."""
+    with pytest.raises(ValueError, match=r"attention to everything .* attention\.chunk or attention\.sliding"):
+        _found("transformer", "rows of 4", context)
+    with pytest.raises(ValueError, match=r"packed rows .* block-recurrent model: set parallel\.context=1"):
+        _found("rec-fixed-skip", "packed of 4", context)
+    with pytest.raises(ValueError, match="each of 4 ranks has 4 tokens of a sequence, fewer than the 10 that a layer"):
+        _model("gss-hybrid").hidden(torch.zeros(1, 16, dtype=torch.int64), context=context)
+    with pytest.raises(ValueError, match="18 tokens cannot be divided among 4 ranks"):
+        _model("gss").hidden(torch.zeros(1, 18, dtype=torch.int64), context=context)
+
+
 def _rank(rank: int, folder: Path) -> None:
     """Everything in one set of processes: starting them takes longest."""
     torch.set_num_threads(1)
@@ -145,6 +157,7 @@ def _rank(rank: int, folder: Path) -> None:
             found = _found(family, case, context)
             if context.rank == size - 1:
                 save_file(found, folder / f"{case} {family}.safetensors")
+    _refusals(context)
     for family in READERS:
         found = _read(family, context)
         if rank == 1:
@@ -208,3 +221,8 @@ def test_training_on_a_mesh_of_ranks_is_training_on_one(folder: Path, training: 
         assert resumed == pytest.approx(expected[STEPS // 2 :], abs=1e-6)
     gone_on = _losses(_restored(folder, training, alone, 1), range(STEPS // 2, STEPS))
     assert gone_on == pytest.approx(expected[STEPS // 2 :], abs=1e-6)
+
+
+def test_sharing_needs_enough_processes() -> None:
+    with pytest.raises(ValueError, match=r"parallel\.context=2 needs a multiple of 2 processes, and there are 1"):
+        _stepper("ddp segments", World(torch.device("cpu")), 2)

@@ -19,7 +19,7 @@ import gss
 from gss.config import ModelConfig, from_mapping
 from gss.data import Batch
 from gss.io import checkpoint
-from gss.io.runs import load_state
+from gss.io.states import load_state
 from gss.training import snapshot
 from gss.training.config import TrainConfig
 from gss.training.distributed import World

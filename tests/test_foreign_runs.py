@@ -105,6 +105,7 @@ def deeply(levels: int = 200_000) -> bytes:
         ("config.json", b'{"model": {"width": ' + b"9" * 5000 + b"}}"),
         ("tokenizer/vocabulary.json", deeply()),
         ("tokenizer/vocabulary.json", b"[]"),
+        ("tokenizer/vocabulary.json", b'{"kind": "bytes", "file": null, "eos": [1], "hash": ""}'),
         ("tokenizer/vocabulary.json", b'{"kind": "tokenizer.json", "file": "/dev/zero", "eos": null, "hash": ""}'),
         ("checkpoints/step-00000001/manifest.json", deeply()),
         ("checkpoints/step-00000001/manifest.json", b"[]"),
@@ -161,6 +162,22 @@ def test_states_that_are_none(tmp_path: Path, change: dict[str, torch.Tensor]) -
     save_file({**state.named(), **change}, tmp_path / "state.safetensors")
     with pytest.raises(ValueError, match=r"does not hold a model's state|the state is"):
         model(tokens, gss.load_state(tmp_path / "state.safetensors"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are none there")
+def test_a_pipe_is_not_waited_for(run: Path) -> None:
+    pipe, place = run / "state.safetensors", run / "checkpoints/step-00000001/model.safetensors"
+    place.unlink()
+    for path in (pipe, place):
+        os.mkfifo(path)
+    (run / "lock").unlink(missing_ok=True)
+    os.mkfifo(run / "lock")
+    with pytest.raises(ValueError, match="there is no state at"):
+        gss.load_state(pipe)
+    with pytest.raises(ValueError, match=r"model.safetensors is no file"):
+        gss.load(run)
+    with pytest.raises(ValueError, match="lock is a link or no file"):
+        RunFolder(run).open()
 
 
 def test_a_json_of_any_size_is_not_read(tmp_path: Path) -> None:

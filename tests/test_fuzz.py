@@ -129,8 +129,9 @@ def use_sources(folder: Path, scratch: Path) -> None:
     articles = folder.name == "articles"
     options = SourceOptions(local=str(folder)) if articles else SourceOptions()
     names = ["arxiv"] if articles else [str(folder)]
-    prepare(names, scratch / "out", load_tokenizer("bytes"), options=options, valid=0.2, workers=1)
-    open_dataset(scratch / "out", "train")
+    made = prepare(names, scratch / "out", load_tokenizer("bytes"), options=options, valid=0.2, workers=1)
+    for split in made.splits:
+        open_dataset(scratch / "out", split)
 
 
 USES: dict[str, Callable[[Path, Path], None]] = {
@@ -156,7 +157,7 @@ def attempt(root: Path, seed: int, number: int) -> tuple[str, str]:
     what = f"{number} {kind}: {mutate(folder, draw, root / 'outside')}"
     started = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of processor time: other programs' load is not the input's
-    signal.alarm(6 * SECONDS)
+    signal.alarm(5 * SECONDS)
     try:
         USES[kind](folder, scratch)
         outcome = "sound"
@@ -207,7 +208,7 @@ def fuzz(root: Path, seed: int, count: int, first: int = 0) -> Counter[str]:
         process.start()
         send.close()
         try:
-            while receive.poll(12 * SECONDS):
+            while receive.poll(7 * SECONDS):
                 number, outcome, what = receive.recv()
                 at = number + (outcome is not None)
                 if outcome is None:

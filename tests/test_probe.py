@@ -75,7 +75,7 @@ class Echo(gss.LanguageModel):
         super().__init__(gss.preset("gss-tiny", vocab_size=vocab_size, width=4, depth=1, gate_width=4, channels=2))
         self.memory, self.sequences = memory, []
 
-    def hidden(self, tokens: Tensor, state: Any = None, keep_state: bool = True, starts: Any = None) -> Any:
+    def hidden(self, tokens: Tensor, state: Any = None, keep_state: bool = True, *others: Any, **more: Any) -> Any:
         before = tokens[:, :0] if state is None else state.seen
         seen = torch.cat([before, tokens], dim=1)
         self.sequences += seen.tolist()

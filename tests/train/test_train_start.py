@@ -84,6 +84,10 @@ def test_lora(corpus: Path, base: Path, tmp_path: Path) -> None:
     saved = load_file(tmp_path / "straight" / "checkpoints" / "step-00000012" / "optimizer.safetensors")
     assert all(".parametrizations.weight.0." in name for name in saved)
     assert len(losses(tmp_path / "parts")) == 12
+    hf = pytest.importorskip("gss.hf")
+    hf.export_run(tmp_path / "straight", tmp_path / "exported")
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys() == {f"model.{name}" for name in before}
+    assert gss.load(tmp_path / "exported").score("abc") == gss.load(tmp_path / "straight").score("abc")
 
 
 @pytest.mark.parametrize("family", conftest.ALL_FAMILIES)

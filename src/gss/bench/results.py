@@ -1,6 +1,5 @@
 """What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table."""
 
-import math
 import os
 import platform
 import shlex
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gss.io.files import finite
 
 LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long", "nats"})
 """Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
@@ -57,8 +58,8 @@ class Measurement:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, where NaN and infinity have no place."""
-        values = asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        values: dict[str, Any] = finite(asdict(self))
+        return values
 
 
 def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Measurement:

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gss.cli.settings import complete_preset
+
 
 def presets() -> None:
     """List the named models: the paper's, and tiny and small ones of each family."""
@@ -24,7 +26,9 @@ def presets() -> None:
 
 
 def params(
-    preset: Annotated[str, typer.Argument(help="Name of a preset; `gss presets` lists them.")],
+    preset: Annotated[
+        str, typer.Argument(help="Name of a preset; `gss presets` lists them.", autocompletion=complete_preset)
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, e.g. depth=8 or state_space.modes=64."),

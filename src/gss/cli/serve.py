@@ -64,14 +64,8 @@ def serve_command(
             f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: whoever reaches it "
             "can use the model. Set one with --api-key or GSS_API_KEY."
         )
-    limits = Limits(
-        body_bytes=max_body,
-        prompt_tokens=max_prompt,
-        max_tokens=max_tokens,
-        n=max_n,
-        seconds=max_seconds,
-        queue=queue,
-    )
+    sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}
+    limits = Limits(**sizes, seconds=max_seconds, queue=queue)
     with console.status(f"loading {escape(str(run or NAME))}"):
         loaded = load(run, step=step, device=pick_device(device), state=state, weights=weights)
     served_as = name or (run.resolve().name if run else NAME)

@@ -211,23 +211,20 @@ def in_turn(
     context, state = stretch.context, stretch.state
     if stretch.documents is not None:
         raise ValueError("packed rows cannot be spread over ranks in a block-recurrent model: set parallel.context=1")
+    names = [name for name in layer.state_slots() if name != "length"]
     if context.rank:
-        like = layer.initial_state(len(x))
-        del like["length"]
-        x, *received = _Receive.apply(context, x, *like.values())
-        state = {**dict(zip(like, received, strict=True)), "length": stretch.position[:, 0]}
+        blank = layer.initial_state(len(x))
+        x, *received = _Receive.apply(context, x, *(blank[name] for name in names))
+        state = {**dict(zip(names, received, strict=True)), "length": stretch.position[:, 0]}
     y, after = mixer(x, state, True)
-    length = after.pop("length")
-    # In the order of `initial_state`, which is what the others expect.
-    left = [after[name] for name in layer.state_slots() if name in after]
+    left = [after[name] for name in names]
     if context.rank < context.size - 1:
         y = _Send.apply(context, y, *left)
     if not keep_state:
         return y, {}
     y, *gathered = _Gather.apply(context, y, *left)
-    names = [name for name in layer.state_slots() if name in after]
     last = {name: tensors[-1] for name, tensors in zip(names, gathered, strict=True)}
-    return y, {**last, "length": length + (context.size - 1 - context.rank) * x.shape[1]}
+    return y, {**last, "length": after["length"] + (context.size - 1 - context.rank) * x.shape[1]}
 
 
 def across_ranks(way: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -50,9 +50,8 @@ class Picture:
     title: str
     caption: str
     panels: Sequence[Panel]
-    """Below each other, or beside each other in a wide figure."""
+    """Beside each other."""
     size: tuple[float, float] = (4.7, 3.1)
-    wide: bool = False
 
 
 def draw(picture: Picture) -> "Figure":
@@ -60,14 +59,10 @@ def draw(picture: Picture) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=picture.size)
-    count = len(picture.panels)
-    grid = figure.subplots(*((1, count) if picture.wide else (count, 1)), sharex=not picture.wide, squeeze=False)
-    for axes, panel in zip(grid.ravel(), picture.panels, strict=True):
+    row = figure.subplots(1, len(picture.panels), squeeze=False)[0]
+    for axes, panel in zip(row, picture.panels, strict=True):
         _draw_panel(axes, panel)
-    if not picture.wide:
-        for axes in grid.ravel()[:-1]:
-            axes.set_xlabel("")
-    named = {label: h for axes in grid.ravel() for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    named = {label: h for axes in row for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(named) > 1:  # over the figure, where it covers nothing
         names = [short(label) for label in named]
         room = int(12 * picture.size[0])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gss.config import to_mapping
-from gss.data import Tokenizer
 from gss.model import LanguageModel
 from gss.nn.state_space import StateSpace
+from gss.serve.engine import EngineThread
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _BINS_PER_DECADE = 4
@@ -67,21 +67,12 @@ class Limits:
                 )
 
 
-def describe(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    limits: Limits,
-    *,
-    name: str,
-    preset: str | None,
-    step: int,
-    rows: int,
-    precision: str,
-) -> dict[str, Any]:
+def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | None, step: int) -> dict[str, Any]:
     """The facts that `GET /v1/model` answers with."""
+    model, tokenizer, rows = engine.model, engine.tokenizer, engine.rows
     config = model.config
     parameter = next(model.parameters())
-    kind = torch.bfloat16 if precision == "bf16" else parameter.dtype
+    kind = torch.bfloat16 if engine.precision == "bf16" else parameter.dtype
     of_connections = ("body_seconds", "connections", "header_seconds", "send_seconds")
     told = {n: value for n, value in asdict(limits).items() if n not in of_connections and not n.endswith("_bytes")}
     return {

@@ -71,16 +71,7 @@ def create_app(
         hosts=hosts,
     )
     surfaces = Surfaces(engine.tokenizer)
-    facts = describe(
-        engine.model,
-        engine.tokenizer,
-        limits,
-        name=name,
-        preset=preset,
-        step=step,
-        rows=engine.rows,
-        precision=engine.precision,
-    )
+    facts = describe(engine, limits, name=name, preset=preset, step=step)
     _add_completions(app, engine, surfaces, limits, name)
     _add_tokens(app, engine, surfaces, limits, name)
     _add_facts(app, engine, name, facts)

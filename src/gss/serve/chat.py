@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from gss.serve.completions import ActiveCompletion
-from gss.serve.schemas import INT64, CompletionRequest, Request, SamplingRequest, StreamOptions, Texts, Usage
+from gss.serve.schemas import INT64, Completion, CompletionRequest, Request, SamplingRequest, StreamOptions, Texts
 
 _DEFAULT_TOKENS = 256
 
@@ -57,15 +57,11 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Completion):
     """The answer."""
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
+    object: Literal["chat.completion"]  # type: ignore[assignment]
+    choices: list[ChatChoice]  # type: ignore[assignment]
 
 
 class ActiveChat(ActiveCompletion):

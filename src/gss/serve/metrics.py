@@ -34,11 +34,14 @@ class Number:
         """Its part of the page."""
         with self._lock:
             values = list(self._values.items())
-        yield from (f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}")
+        yield from self._head()
         for held, value in values:
             named = ",".join(f'{name}="{text}"' for name, text in zip(self.labels, held, strict=True))
             shown = int(value) if value == int(value) else f"{value:.9g}"
             yield f"{self.name}{f'{{{named}}}' if named else ''} {shown}"
+
+    def _head(self) -> tuple[str, str]:
+        return f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}"
 
 
 class Histogram(Number):
@@ -58,7 +61,7 @@ class Histogram(Number):
         """Its part of the page."""
         with self._lock:
             counts, total = list(self._counts), self._values[()]
-        yield from (f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}")
+        yield from self._head()
         below = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], counts, strict=True):
             below += count

@@ -4,7 +4,6 @@ Everything that happens between two steps is decided here: logging, evaluation, 
 step is, how a checkpoint looks and where files lie is known elsewhere.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from gss.accounting import flops_per_token
-from gss.choices import nearest
 from gss.config import to_mapping
 from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset
 from gss.generate import first_state
@@ -23,7 +21,7 @@ from gss.io import checkpoint
 from gss.io.states import save_state
 from gss.training import probe, snapshot, start
 from gss.training.boards import open_boards
-from gss.training.config import TrainConfig, differences, flattened
+from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, UnchangedData, data_facts
 from gss.training.interrupt import Interrupt
@@ -80,7 +78,7 @@ def train(
         config, _ = start.plan(data, out, config, recipe, settings)
     elif recipe is not None or settings:
         raise ValueError("a whole configuration takes no recipe and no settings: give a preset's name with them")
-    _refuse_unknown(allow, config)
+    start.refuse_unknown(allow, config)
     with joined(config.device) as world:
         # One process reads all of the data against its hashes; the others wait for its word, then trust it.
         dataset = _on_leader(world, lambda: open_dataset(data, "train"))
@@ -196,7 +194,7 @@ class _Run:
                 f"{saved.path} holds no training that could be resumed: start another run from its weights, with "
                 f"--from {self.folder.path} and another --out"
             )
-        _refuse_changes(saved.trainer, self.config, self.dataset, allow)
+        start.refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
         if "optimizer.name" in differences(saved.trainer["config"], self.config):  # another one starts afresh
@@ -344,27 +342,3 @@ class _Run:
 
     def _result(self, signal: int | None) -> TrainResult:
         return TrainResult(self.folder.path, self.step, self._last_row["loss"] if self._last_row else None, signal)
-
-
-def _refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
-    known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
-    for name in allow:
-        if name not in known:
-            raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
-
-
-def _refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
-    changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
-    now = data_facts(dataset)
-    for name in ("hash", "tokenizer"):
-        if (before := trainer["data"].get(name)) != now[name] and f"data.{name}" not in allow:
-            changed[f"data.{name}"] = (before, now[name])
-    if changed:
-        what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
-        flags = " ".join(f"--allow {name}" for name in changed)
-        # A model with other settings is another model, which this checkpoint is not of.
-        other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
-        otherwise = "" if other else f", or resume anyway with {flags}"
-        raise ValueError(
-            f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
-        )

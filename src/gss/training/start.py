@@ -2,19 +2,22 @@
 and what a run is when its user has said little: the settings of the run that is resumed, or a recipe for its model.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gss.accounting import account
-from gss.config import ModelConfig, from_mapping, parse_assignments
+from gss.choices import nearest
+from gss.config import ModelConfig, from_mapping, parse_assignments, to_mapping
 from gss.data import Dataset, read_manifest
 from gss.io.devices import pick_device
 from gss.io.runs import read_config
 from gss.lm import load, run_folder
 from gss.model import LanguageModel, build_model
 from gss.nn.lora import add_lora
-from gss.training.config import TrainConfig, resolve
+from gss.training.config import TrainConfig, differences, flattened, resolve
+from gss.training.folder import data_facts
 
 _TINY, _SMALL = 4_000_000, 150_000_000
 """Parameters below which a model learns something in a minute on a CPU, and in minutes on a GPU."""
@@ -105,3 +108,29 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
     if pick_device(config.device).type == "cpu":
         return "cpu", f"{size} on a CPU"
     return ("small", f"{size} on a GPU") if parameters < _SMALL else ("pg19", f"{size}, the paper's")
+
+
+def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
+    """Refuse names that are no settings."""
+    known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
+    for name in allow:
+        if name not in known:
+            raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
+
+
+def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
+    """Refuse to resume what a checkpoint says of its run as another one, except where that is allowed."""
+    changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
+    now = data_facts(dataset)
+    for name in ("hash", "tokenizer"):
+        if (before := trainer["data"].get(name)) != now[name] and f"data.{name}" not in allow:
+            changed[f"data.{name}"] = (before, now[name])
+    if changed:
+        what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
+        flags = " ".join(f"--allow {name}" for name in changed)
+        # A model with other settings is another model, which this checkpoint is not of.
+        other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
+        otherwise = "" if other else f", or resume anyway with {flags}"
+        raise ValueError(
+            f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
+        )
