@@ -5,7 +5,6 @@ is exactly the layer. A layer that has no plan of its own is decoded by its `for
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
-import ctypes
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,17 +15,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decoding import Block, without_gaps
-from gss.nn.quantized import packed_weight
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
-from gss.ops.products import MOST_ROWS, matrix, suits
 from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
-    from gss.nn.gss import GSSLayer
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -136,47 +132,6 @@ def replaced(module: Module, by: Mapping[Any, nn.Module]) -> Module:
     twin._compiled_call_impl = None  # which would call the module itself
     twin._modules = {name: child and replaced(child, by) for name, child in module._modules.items()}
     return twin
-
-
-class CompiledGSSPlan(StateSpacePlan):
-    """A GSS layer whose steps are one call of C, for a few rows on a CPU; others take the usual way."""
-
-    def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
-        super().__init__(layer, layer.spaces(), state, block)
-        self._space = self._spaces["modes"]
-        dense = [layer.inner, layer.gate, layer.context, layer.output]
-        norms = [layer.norm, layer.inner_norm]
-        packed = [packed_weight(each) for each in dense]
-        # What the structure points to is kept alive by the layer and the state space.
-        self._struct = cpu.Layer(
-            *(cpu.Norm(isinstance(n, nn.LayerNorm), n.eps, *map(cpu.pointer, (n.weight, _bias(n)))) for n in norms),
-            *(matrix(weight, each.bias) for weight, each in zip(packed, dense, strict=True)),
-            block.size,
-            self._space.reversed_taps.data_ptr(),
-        )
-
-    @staticmethod
-    def fits(layer: "GSSLayer") -> bool:
-        """Whether the C functions can do this layer, and are there."""
-        dense = [layer.inner, layer.gate, layer.context, layer.output]
-        plain = layer.norm.weight.device.type == "cpu" and layer.norm.weight.dtype == torch.float32
-        widths = all(suits(packed_weight(each)) for each in dense)
-        return plain and layer.activation == "gelu" and widths and cpu.library() is not None
-
-    def step(self, x: Tensor) -> Tensor:
-        batch, length = x.shape[:2]
-        found = cpu.library()
-        if found is None or batch * length > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return super().step(x)
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        tensors = (*self._space.buffers_of_rows(), x, y)
-        found.gss_layer(ctypes.byref(self._struct), batch, length, self._block.read, *map(cpu.pointer, tensors))
-        return y
-
-
-def _bias(norm: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
-    return norm.bias if isinstance(norm, nn.LayerNorm) else None
 
 
 class BlockedStateSpace(nn.Module):

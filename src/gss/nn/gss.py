@@ -39,7 +39,7 @@ class GSSLayer(StateSpaceLayer):
         return out, {"modes": modes} if keep_state else {}
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
-        from gss.nn.decode_plans import CompiledGSSPlan
+        from gss.nn.cpu_plans import CompiledGSSPlan
 
         return CompiledGSSPlan(self, state, block) if CompiledGSSPlan.fits(self) else super().decode_plan(state, block)
 
