@@ -210,8 +210,8 @@ def test_a_failure_is_told_and_overcome(model: gss.LanguageModel) -> None:
         asked = Asked("x", 10**5, ignore_eos=True, streaming=False)
         submit(engine, asked)
         decoder = engine.core.decoder
-        step = decoder.step
-        decoder.step = lambda tokens: step(tokens) * float("nan")
+        read = decoder._read
+        decoder._read = lambda tokens: read(tokens) * float("nan")
         assert asked.wait().pieces[-1].failure == "internal"
         after = Asked("x", 5)
         submit(engine, after)
