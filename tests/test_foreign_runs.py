@@ -105,6 +105,10 @@ def deeply(levels: int = 200_000) -> bytes:
         ("config.json", b'{"model": {"width": ' + b"9" * 5000 + b"}}"),
         ("tokenizer/vocabulary.json", deeply()),
         ("tokenizer/vocabulary.json", b"[]"),
+        (
+            "tokenizer/vocabulary.json",
+            b'{"kind": "bytes", "file": null, "eos": null, "hash": "", "vocab_size": "\\ud800", "eos_id": 256}',
+        ),
         ("tokenizer/vocabulary.json", b'{"kind": "bytes", "file": null, "eos": [1], "hash": ""}'),
         ("tokenizer/vocabulary.json", b'{"kind": "tokenizer.json", "file": "/dev/zero", "eos": null, "hash": ""}'),
         ("checkpoints/step-00000001/manifest.json", deeply()),

@@ -239,8 +239,8 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
         description = json.loads(read_whole(path))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])
         size, eos, eos_id, file_name = (description[key] for key in ("vocab_size", "eos", "eos_id", "file"))
-        if not isinstance(eos, str | None):
-            raise TypeError(f"{eos!r} names no token")
+        if not isinstance(eos, str | None) or not isinstance(size, int) or not isinstance(eos_id, int):
+            raise TypeError(f"{eos!r:.40} of {size!r:.40} ids, {eos_id!r:.40}, names no token")
     except (KeyError, TypeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} does not describe a vocabulary ({error}): restore it") from error
     if file_name != kind.file_name or (file_name and not (folder / file_name).is_file()):

@@ -103,7 +103,7 @@ class TransformerBlock(SequenceLayer):
         return 4 * self.heads * self.head_width * keys
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
-        return None if self.sliding else AttentionPlan(self, state)
+        return AttentionPlan(self, state)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn import gpu_plans

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gss.nn.decoding import Block, without_gaps
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.windows import rolled
 from gss.ops import cpu
 from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
@@ -250,11 +251,12 @@ class AttentionPlan:
     """A Transformer block whose keys and values lie in buffers that are written in place.
 
     Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
-    is in proportion to its own length, whatever else is in the batch.
+    is in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring, in which
+    a token takes the place of the one that leaves.
     """
 
     def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
-        self._layer, self._chunk = layer, layer.chunk
+        self._layer, self._window, self._chunked = layer, layer.reach or sys.maxsize, layer.chunk is not None
         self._device, self._lengths = state["length"].device, list[int]()
         self._caches: dict[int, _Cache] = {}  # by the tokens for which they have room
         self.join(state)
@@ -266,7 +268,8 @@ class AttentionPlan:
         return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
 
     def ahead(self) -> int:
-        return self._chunk - self._lengths[0] % self._chunk if self._chunk else sys.maxsize
+        left = self._window - (self._lengths[0] % self._window if self._chunked else self._lengths[0])
+        return max(1, left)  # in a full ring nothing can be taken back
 
     def rewind(self, count: int) -> None:
         self._lengths = [length - count for length in self._lengths]
@@ -290,18 +293,21 @@ class AttentionPlan:
 
     def _attend(self, cache: _Cache, query: Tensor, *new: Tensor) -> Tensor:
         """Query, key and value of the rows of a cache → what they attend to, [B, h, 1, d] each."""
-        places = [self._lengths[row] % (self._chunk or sys.maxsize) for row in cache.rows]
-        filled = max(places) + 1
+        lengths = [self._lengths[row] for row in cache.rows]
+        places = [length % self._window for length in lengths]
+        ends = [length % self._window + 1 if self._chunked else min(length + 1, self._window) for length in lengths]
+        filled = max(ends)
         visible = None
-        if min(places) + 1 == filled:
+        if len(set(places)) == len(set(ends)) == 1:
             for held, token in zip(cache.buffers, new, strict=True):
-                held.tensor[:, :, filled - 1] = token[:, :, 0]
+                held.tensor[:, :, places[0]] = token[:, :, 0]
         else:
             index = torch.tensor(places, device=self._device)
             rows = torch.arange(len(places), device=self._device)
             for held, token in zip(cache.buffers, new, strict=True):
                 held.tensor[rows, :, index] = token[:, :, 0].to(held.tensor)
-            visible = (torch.arange(filled, device=self._device) <= index.unsqueeze(1))[:, None, None]
+            last = torch.tensor(ends, device=self._device)
+            visible = (torch.arange(filled, device=self._device) < last.unsqueeze(1))[:, None, None]
         keys, values = (held.tensor[:, :, :filled].to(query.dtype) for held in cache.buffers)
         with sdpa_kernel(_ANY_LENGTH):
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
@@ -309,7 +315,7 @@ class AttentionPlan:
     def state(self) -> LayerState:
         if not self._lengths:
             return {name: tensor[:0] for name, tensor in self._layer.initial_state(1).items()}
-        held = self._chunk or max(self._lengths)
+        held = self._layer.reach or max(self._lengths)
         shape = (len(self._lengths), held, self._layer.heads, self._layer.head_width)
         state: LayerState = {"length": torch.tensor(self._lengths, device=self._device)}
         for number, name in enumerate(("keys", "values")):
@@ -317,6 +323,8 @@ class AttentionPlan:
                 tensor = cache.buffers[number].tensor[:, :, :held].transpose(1, 2)
                 whole = state.setdefault(name, tensor.new_zeros(shape))
                 whole[cache.rows, : tensor.shape[1]] = tensor
+            if self._layer.sliding:
+                state[name] = rolled(state[name], -state["length"])  # the newest last
         return state
 
     def join(self, state: LayerState) -> None:
@@ -326,7 +334,9 @@ class AttentionPlan:
         rooms = [self._room(length) for length in lengths]
         for room in sorted(set(rooms)):
             chosen = [row for row, its in enumerate(rooms) if its == room]
-            held = (state[name] if len(chosen) == len(rooms) else state[name][chosen] for name in ("keys", "values"))
+            held = [state[name] if len(chosen) == len(rooms) else state[name][chosen] for name in ("keys", "values")]
+            if self._layer.sliding:
+                held = [rolled(tensor, state["length"][chosen]) for tensor in held]
             self._put(room, [first + row for row in chosen], *(tensor[:, :room].transpose(1, 2) for tensor in held))
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -341,7 +351,7 @@ class AttentionPlan:
 
     def _room(self, length: int) -> int:
         """For how many tokens a row has room: for one more at least."""
-        return self._chunk or max(_LEAST_ROOM, 1 << length.bit_length())
+        return self._window if self._chunked else min(self._window, max(_LEAST_ROOM, 1 << length.bit_length()))
 
     def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
         """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
@@ -353,12 +363,12 @@ class AttentionPlan:
 
     def _move_full(self) -> None:
         """Give rows that have filled their room twice as much."""
-        for room in [] if self._chunk else list(self._caches):
+        for room in [] if self._chunked else [room for room in self._caches if room < self._window]:
             cache = self._caches[room]
             full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] >= room]
             if full:
                 rows = [cache.rows[slot] for slot in full]
-                self._put(2 * room, rows, *(held.tensor[full] for held in cache.buffers))
+                self._put(min(2 * room, self._window), rows, *(held.tensor[full] for held in cache.buffers))
                 self._keep({row: row for row in cache.rows if row not in rows}, [room])
 
 
