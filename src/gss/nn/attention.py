@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gss.config import ModelConfig
+from gss.nn.attention_plan import AttentionPlan
 from gss.nn.context import across_ranks, by_recent
-from gss.nn.decode_plans import AttentionPlan
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone

@@ -1,0 +1,176 @@
+"""How a Transformer block decodes: keys and values in buffers that are written in place."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gss.nn.decode_plans import Rows
+from gss.nn.decoding import without_gaps
+from gss.nn.state import LayerState
+from gss.nn.windows import rolled
+
+if TYPE_CHECKING:
+    from gss.nn.attention import TransformerBlock
+
+# cuDNN's attention is left out: it makes a plan for every new length, which costs milliseconds, and here each is new.
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# Tokens for which a row of a cache has room at least.
+_LEAST_ROOM = 64
+
+
+class _Cache:
+    """Keys and values [B, h, room, d] of some of a decoder's rows."""
+
+    def __init__(self, rows: list[int], *buffers: Tensor) -> None:
+        self.rows = rows
+        self.buffers = [Rows(buffer) for buffer in buffers]
+
+    def add(self, rows: list[int], *buffers: Tensor) -> None:
+        """Put rows after those that are there."""
+        self.rows = self.rows + rows
+        for held, new in zip(self.buffers, buffers, strict=True):
+            held.add(new)
+
+    def keep(self, places: Mapping[int, int]) -> None:
+        """Go on with the rows that have a place from now on."""
+        order = without_gaps([row not in places for row in self.rows])
+        self.rows = [places[self.rows[slot]] for slot in order]
+        for held in self.buffers:
+            held.keep(order)
+
+
+class AttentionPlan:
+    """A Transformer block whose keys and values lie in buffers that are written in place.
+
+    Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
+    is in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring, in which
+    a token takes the place of the one that leaves.
+    """
+
+    def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
+        self._layer, self._window, self._chunked = layer, layer.reach or sys.maxsize, layer.chunk is not None
+        self._device, self._lengths = state["length"].device, list[int]()
+        self._caches: dict[int, _Cache] = {}  # by the tokens for which they have room
+        self.join(state)
+
+    def step(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor(self._lengths, device=self._device)
+        projected = self._layer.positioned(self._layer.project(x), lengths)
+        attended = [self._attend_all(*token) for token in zip(*(t.split(1, dim=1) for t in projected), strict=True)]
+        return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
+
+    def ahead(self) -> int:
+        left = self._window - (self._lengths[0] % self._window if self._chunked else self._lengths[0])
+        return max(1, left)  # in a full ring nothing can be taken back
+
+    def rewind(self, count: int) -> None:
+        self._lengths = [length - count for length in self._lengths]
+
+    def _attend_all(self, *projected: Tensor) -> Tensor:
+        """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
+        self._move_full()
+        together = [t.transpose(1, 2) for t in projected]  # [B, h, 1, d]
+        in_order = list(range(len(self._lengths)))
+        attended = torch.empty_like(together[0])
+        for cache in self._caches.values():
+            if cache.rows == in_order:
+                attended = self._attend(cache, *together)
+            else:
+                attended[cache.rows] = self._attend(cache, *(t[cache.rows] for t in together))
+        self._lengths = [length + 1 for length in self._lengths]
+        return attended.transpose(1, 2)
+
+    def fold(self) -> None:
+        pass
+
+    def _attend(self, cache: _Cache, query: Tensor, *new: Tensor) -> Tensor:
+        """Query, key and value of the rows of a cache → what they attend to, [B, h, 1, d] each."""
+        lengths = [self._lengths[row] for row in cache.rows]
+        places = [length % self._window for length in lengths]
+        ends = [length % self._window + 1 if self._chunked else min(length + 1, self._window) for length in lengths]
+        filled = max(ends)
+        visible = None
+        if len(set(places)) == len(set(ends)) == 1:
+            for held, token in zip(cache.buffers, new, strict=True):
+                held.tensor[:, :, places[0]] = token[:, :, 0]
+        else:
+            index = torch.tensor(places, device=self._device)
+            rows = torch.arange(len(places), device=self._device)
+            for held, token in zip(cache.buffers, new, strict=True):
+                held.tensor[rows, :, index] = token[:, :, 0].to(held.tensor)
+            last = torch.tensor(ends, device=self._device)
+            visible = (torch.arange(filled, device=self._device) < last.unsqueeze(1))[:, None, None]
+        keys, values = (held.tensor[:, :, :filled].to(query.dtype) for held in cache.buffers)
+        with sdpa_kernel(_ANY_LENGTH):
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
+
+    def state(self) -> LayerState:
+        if not self._lengths:
+            return {name: tensor[:0] for name, tensor in self._layer.initial_state(1).items()}
+        held = self._layer.reach or max(self._lengths)
+        shape = (len(self._lengths), held, self._layer.heads, self._layer.head_width)
+        state: LayerState = {"length": torch.tensor(self._lengths, device=self._device)}
+        for number, name in enumerate(("keys", "values")):
+            for cache in self._caches.values():
+                tensor = cache.buffers[number].tensor[:, :, :held].transpose(1, 2)
+                whole = state.setdefault(name, tensor.new_zeros(shape))
+                whole[cache.rows, : tensor.shape[1]] = tensor
+            if self._layer.sliding:
+                state[name] = rolled(state[name], -state["length"])  # the newest last
+        return state
+
+    def join(self, state: LayerState) -> None:
+        lengths: list[int] = state["length"].tolist()
+        first = len(self._lengths)
+        self._lengths += lengths
+        rooms = [self._room(length) for length in lengths]
+        for room in sorted(set(rooms)):
+            chosen = [row for row, its in enumerate(rooms) if its == room]
+            held = [state[name] if len(chosen) == len(rooms) else state[name][chosen] for name in ("keys", "values")]
+            if self._layer.sliding:
+                held = [rolled(tensor, state["length"][chosen]) for tensor in held]
+            self._put(room, [first + row for row in chosen], *(tensor[:, :room].transpose(1, 2) for tensor in held))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._lengths = [self._lengths[row] for row in rows]
+        self._keep({row: place for place, row in enumerate(rows)})
+
+    def _keep(self, places: Mapping[int, int], among: Sequence[int] | None = None) -> None:
+        for room in list(self._caches) if among is None else among:
+            self._caches[room].keep(places)
+            if not self._caches[room].rows:
+                del self._caches[room]  # the memory of long rows is let go
+
+    def _room(self, length: int) -> int:
+        """For how many tokens a row has room: for one more at least."""
+        return self._window if self._chunked else min(self._window, max(_LEAST_ROOM, 1 << length.bit_length()))
+
+    def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
+        """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
+        buffers = [_with_room(tensor, room) for tensor in tensors]
+        if room in self._caches:
+            self._caches[room].add(rows, *buffers)
+        else:
+            self._caches[room] = _Cache(rows, *buffers)
+
+    def _move_full(self) -> None:
+        """Give rows that have filled their room twice as much."""
+        for room in [] if self._chunked else [room for room in self._caches if room < self._window]:
+            cache = self._caches[room]
+            full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] >= room]
+            if full:
+                rows = [cache.rows[slot] for slot in full]
+                self._put(min(2 * room, self._window), rows, *(held.tensor[full] for held in cache.buffers))
+                self._keep({row: row for row in cache.rows if row not in rows}, [room])
+
+
+def _with_room(cache: Tensor, room: int) -> Tensor:
+    larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
+    larger[:, :, : cache.shape[2]] = cache
+    return larger
