@@ -175,7 +175,7 @@ def test_commands_without_a_run_take_the_box(shipped: Path, folders: tuple[Path,
 
 def test_generate_puts_threads_back(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    monkeypatch.setattr("gss.lm.LM.stream", lambda *_, **__: used.append(torch.get_num_threads()) or iter(()))
+    monkeypatch.setattr("gss.generate.stream_texts", lambda *_, **__: used.append(torch.get_num_threads()) or iter(()))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

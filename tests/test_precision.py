@@ -76,7 +76,7 @@ def test_float32_on_the_cpu_is_the_models_own(precision: str, monkeypatch: pytes
     monkeypatch.setattr(
         Sampler, "draw", lambda self, logits, *rest: (seen.append(logits), draw(self, logits, *rest))[1]
     )
-    tokens = list(stream(model, prompt, max_tokens=10, precision=precision))
+    tokens = list(stream(model, prompt, max_tokens=10, precision=precision, speculate=False))
     logits, state = read(model, torch.tensor([prompt]))
     steps, expected = Decoder(model, state), [logits]
     expected += [steps.step(torch.tensor([token])) for token in tokens[:-1]]
@@ -138,9 +138,9 @@ def test_a_model_of_another_precision_is_left_as_it_is() -> None:
 
 
 def test_facts_name_the_precision() -> None:
-    engine = EngineThread(lively_model(**SMALL), gss.data.load_tokenizer("bytes"), precision="bf16")
-    options = {"name": "x", "preset": None, "step": 0, "rows": 1}
-    half, full = (describe(engine.model, engine.tokenizer, Limits(), precision=p, **options) for p in ("bf16", "fp32"))
+    vocabulary = gss.data.load_tokenizer("bytes")
+    engines = [EngineThread(lively_model(**SMALL), vocabulary, precision=each) for each in ("bf16", "fp32")]
+    half, full = (describe(engine, Limits(), name="x", preset=None, step=0) for engine in engines)
     assert (half["precision"], full["precision"]) == ("bfloat16", "float32")
 
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,8 @@ def _print(
     if alone and echo:
         print(prompts[0], end="", flush=True)
     started, first, produced, since = time.perf_counter(), 0.0, 0, 0
-    written: dict[tuple[int, int], tuple[list[str], int]] = {}
+    written: dict[tuple[int, int], list[str]] = defaultdict(list)
+    counts: Counter[tuple[int, int]] = Counter()
     done: dict[tuple[int, int], str] = {}
     order = iter((place, sample) for place in range(len(prompts)) for sample in range(samples))
     waiting = next(order, None)
@@ -106,8 +108,8 @@ def _print(
             first, since = time.perf_counter(), -piece.tokens
         produced += piece.tokens
         key = piece.prompt, piece.sample
-        parts, count = written.get(key, ([], 0))
-        written[key] = [*parts, piece.text], count + piece.tokens
+        written[key].append(piece.text)
+        counts[key] += piece.tokens
         if alone:
             print(piece.text, end="" if not piece.finish else "\n", flush=True)
             continue
@@ -115,8 +117,8 @@ def _print(
             done[key] = piece.finish
         while waiting in done:
             assert waiting is not None
-            text, prompt = "".join(written[waiting][0]), prompts[waiting[0]]
-            facts = {"prompt": prompt, "text": text, "tokens": written[waiting][1], "finish": done[waiting]}
+            text, prompt = "".join(written[waiting]), prompts[waiting[0]]
+            facts = {"prompt": prompt, "text": text, "tokens": counts[waiting], "finish": done[waiting]}
             facts["seed"] = seed + waiting[1]
             print(json.dumps(facts, ensure_ascii=False) if as_json else (prompt if echo else "") + text, flush=True)
             waiting = next(order, None)
