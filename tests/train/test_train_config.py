@@ -23,6 +23,7 @@ SMALL_RUNS = {
     "tiny": ["gss-tiny", "gss-hybrid-tiny"],
     "quickstart": ["gss2-tiny", "gss-tiny"],
     "small": ["gss-small"],
+    "muon": ["gss2-small", "gss-hybrid-small"],
     "box": ["gss-hybrid-small"],
     "cpu": ["gss-small"],
 }

@@ -235,7 +235,7 @@ def test_the_commands(corpus: Path, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "recipe"),
     [
-        ({}, "tiny"),
+        ({}, "quickstart"),
         ({"model.width": 512, "model.depth": 12, "device": "cpu"}, "cpu"),
         ({"start": "box"}, "fine-tune"),
         ({"start": "box", "tune": "state"}, "tune-state"),

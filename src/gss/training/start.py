@@ -104,10 +104,10 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
     parameters = account(config.model).parameters
     size = f"{parameters / 1e6:,.1f}M parameters"
     if parameters < _TINY:
-        return "tiny", size
+        return "quickstart", size
     if pick_device(config.device).type == "cpu":
         return "cpu", f"{size} on a CPU"
-    return ("small", f"{size} on a GPU") if parameters < _SMALL else ("pg19", f"{size}, the paper's")
+    return ("muon", f"{size} on a GPU") if parameters < _SMALL else ("pg19", f"{size}, the paper's")
 
 
 def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
