@@ -16,7 +16,8 @@ from gss.io import checkpoint
 
 
 def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
-    sets = [f"--set={setting}" for setting in assignments(model__attention__chunk=16, **settings)]
+    settings = {"model__attention__chunk": 16, "optimizer__name": "adamw"} | settings
+    sets = [f"--set={setting}" for setting in assignments(**settings)]
     return ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", out, *sets]
 
 
