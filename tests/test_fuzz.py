@@ -3,7 +3,9 @@
 `make soak` runs 10,000 of them; GSS_FUZZ names another number and GSS_FUZZ_SEED another seed. `make test` runs a few.
 """
 
+import contextlib
 import gzip
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -29,6 +31,10 @@ from gss.training.folder import RunFolder
 from tests.conftest import small_config
 from tests.mutating import fresh_copy, mutate
 from tests.serve.serving import save_run
+
+EXPORTS = importlib.util.find_spec("transformers") is not None
+if EXPORTS:
+    from gss import hf
 
 SECONDS, BYTES = 10, 1 << 30
 SIZES = {"vocab_size": 257, "depth": 2}
@@ -66,6 +72,8 @@ def make_originals(root: Path) -> None:
         (run / "lock").touch()
         (root / f"state-{family}").mkdir()
         gss.save_state(gss.load(run).read("some text"), root / f"state-{family}" / "state.safetensors")
+    if EXPORTS:
+        hf.export_run(root / "run-gss", root / "export")
     load_tokenizer("bytes").save(root / "tokenizer-bytes")
     _trained_vocabulary(root / "tokenizer-json")
 
@@ -97,6 +105,12 @@ def use_run(folder: Path, scratch: Path) -> None:
         opened.close()
     lm = gss.load(folder)
     assert isinstance(lm.generate("ab", max_tokens=3, temperature=0), str)
+
+
+def use_export(folder: Path, scratch: Path) -> None:
+    with contextlib.suppress(ValueError):
+        gss.load(hf.import_folder(folder, scratch / "out"))
+    assert isinstance(gss.load(folder).generate("ab", max_tokens=3, temperature=0), str)
 
 
 def use_state(folder: Path, scratch: Path) -> None:
@@ -139,6 +153,7 @@ USES: dict[str, Callable[[Path, Path], None]] = {
     **{f"state-{family}": use_state for family in ("gss", "transformer", "slide")},
     **{"corpus": use_corpus, "tokenizer-bytes": use_tokenizer, "tokenizer-json": use_tokenizer},
     **{"sources": use_sources, "articles": use_sources},
+    **({"export": use_export} if EXPORTS else {}),
 }
 
 

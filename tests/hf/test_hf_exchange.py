@@ -181,15 +181,34 @@ def copied(exported: Path, target: Path) -> Path:
 
 def test_weights_that_are_not_the_models(exported: Path, tmp_path: Path) -> None:
     weights = load_file(exported / "model.safetensors")
-    for name, changed, words in (
-        ("less", {name: w for name, w in weights.items() if name != "model.embedding.weight"}, "lack model.embedding"),
-        ("more", {**weights, "model.extra": torch.zeros(2)}, "have besides model.extra"),
+    for name, changed in (
+        ("less", {name: w for name, w in weights.items() if name != "model.embedding.weight"}),
+        ("more", {**weights, "model.extra": torch.zeros(2)}),
     ):
         folder = copied(exported, tmp_path / name)
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=r"holds no weights of the model that .*config\.json describes"):
             hf.import_folder(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", {"model_type": "gss", "model": 2}), ("gss.json", {"config": 3}), ("gss.json", {"step": 10**30})],
+)
+def test_files_that_are_something_else(exported: Path, tmp_path: Path, file: str, content: dict[str, object]) -> None:
+    folder = copied(exported, tmp_path / "odd")
+    (folder / file).write_text(json.dumps(content))
+    for read in (lambda: gss.load(folder), lambda: hf.import_folder(folder, tmp_path / "out")):
+        with pytest.raises(ValueError, match="does not describe a run"):
+            read()
+
+
+def test_nothing_of_transformers_reads_what_is_imported(exported: Path, tmp_path: Path) -> None:
+    """Its own readers know no bounds: a generation_config.json of a terabyte was read whole."""
+    folder = copied(exported, tmp_path / "large")
+    os.truncate(folder / "generation_config.json", 1 << 40)
+    assert gss.load(hf.import_folder(folder, tmp_path / "out")).step
 
 
 def test_pickled_weights_are_not_read(exported: Path, tmp_path: Path) -> None:

@@ -111,3 +111,11 @@ def test_no_vocabulary(tmp_path: Path) -> None:
         hf.tokenizer.read_vocabulary(tmp_path)
     with pytest.raises(ValueError, match=r"needs its tokenizer\.model"):
         hf.GSSSentencePieceTokenizer()
+
+
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, '{"eos_token": 3}', '{"eos_token": ["x"]}'])
+def test_a_tokenizer_config_that_is_none(content: str, vocabularies: dict[str, Tokenizer], tmp_path: Path) -> None:
+    hf.convert_tokenizer(vocabularies["tokenizer.json"]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json|eos|end-of-document"):
+        hf.tokenizer.read_vocabulary(tmp_path)

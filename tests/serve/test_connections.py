@@ -221,6 +221,59 @@ def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, mon
         assert 0 < engine.metrics.generated_tokens.value < 8000
 
 
+def test_what_scores_hold_is_bounded_in_all(model: gss.LanguageModel) -> None:
+    """64 requests of 100 bytes for 86,016 log-probabilities each would hold 1 GB, read or not."""
+    asked = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "logprobs": 3}
+    with served(model, all_scores=40_000, scores=20_000, send_seconds=1) as (port, _):
+        waiting = [connect(port, request("/v1/completions", {**asked, "stream": stream})) for stream in (True, False)]
+        assert waiting[0].recv(12) == b"HTTP/1.1 200"
+        refused = connect(port, request("/v1/completions", asked)).recv(65_536)
+        assert refused.startswith(b"HTTP/1.1 429")
+        assert b"log-probabilities are under way" in refused
+        few = connect(port, request("/v1/completions", {**asked, "max_tokens": 4}))
+        assert few.recv(65_536).startswith(b"HTTP/1.1 200")
+        waiting[0].close()
+
+        def is_let_in() -> bool:
+            waiting.append(connect(port, request("/v1/completions", asked)))
+            return waiting[-1].recv(12) == b"HTTP/1.1 200"
+
+        assert eventually(is_let_in, 60)
+        for connection in waiting:
+            connection.close()
+
+
+def test_the_largest_answer_holds_nobody_up(model: gss.LanguageModel) -> None:
+    """The event loop's own time between two beats of a clock: over 2 s where answers of any size were allowed."""
+    most = Limits().scores // 21
+    body = json.dumps({"prompt": [7] * most, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()
+    sent = bytearray()
+
+    async def ask(app: Any) -> float:
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return received.pop() if received else await asyncio.sleep(600) or {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.extend(message.get("body", b""))
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        task = asyncio.create_task(app(scope, receive, send))
+        longest, last = 0.0, time.thread_time()
+        while not task.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.thread_time() - last), time.thread_time()
+        await task
+        return longest
+
+    with engine_of(model, post=completions.post_to_loops) as engine:
+        longest = asyncio.run(ask(create_app(engine, name="tiny")))
+    assert len(json.loads(sent)["choices"][0]["logprobs"]["top_logprobs"]) == most
+    assert longest < 0.12
+
+
 def test_answers_too_large_are_refused(model: gss.LanguageModel) -> None:
     from starlette.testclient import TestClient
 

@@ -98,10 +98,12 @@ def test_nothing_intact_is_refused(corpus: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path) -> None:
     run(small_config(), corpus, tmp_path / "run")
     longer = small_config(steps=16, optimizer__learning_rate=0.02)
+    config = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(ValueError, match=r"learning_rate was 0.01, now 0.02; steps was 12, now 16.*--allow steps"):
         run(longer, corpus, tmp_path / "run")
     with pytest.raises(ValueError, match="steps was 12"):
         run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate"])
+    assert (tmp_path / "run" / "config.json").read_bytes() == config
     before = losses(tmp_path / "run")
     after = run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate", "steps"])
     assert after[:12] == before
@@ -110,6 +112,11 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path)
         run(longer, corpus, tmp_path / "run", allow=["stepz"])
     with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*give another --out$"):
         run(small_config(steps=16, model__vocab_size=300), corpus, tmp_path / "run")
+    config = (tmp_path / "run" / "config.json").read_bytes()
+    wider = small_config(steps=16, model__width=32)
+    with pytest.raises(ValueError, match=r"the checkpoint is another model's.*has shape"):  # allowed or not
+        run(wider, corpus, tmp_path / "run", allow=["model.width", "optimizer.learning_rate"])
+    assert (tmp_path / "run" / "config.json").read_bytes() == config
 
 
 def test_another_optimizer_starts_afresh(corpus: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ what the weights and ids mean is the model's and the tokenizer's.
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from gss.config import to_mapping
@@ -17,9 +16,8 @@ from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
-from gss.io.runs import EXPORTED
+from gss.io.runs import EXPORTED, load_model, read_config, read_exported
 from gss.lm import load
-from gss.model import LanguageModel
 from gss.nn.quantized import is_quantized
 
 _MODULE = "modeling_gss"
@@ -91,22 +89,20 @@ def _add_code(folder: Path) -> None:
 def import_folder(folder: str | Path, out: str | Path) -> Path:
     """Make a run folder, which `gss.load` and the commands read, of a folder that `transformers` reads.
 
-    Weights come back as they are, in float32 or wider; there is no optimizer state, so the run is not one to go on
-    training with `gss train`.
+    Weights come back in float32, read as `gss.load` reads them; there is no optimizer state, so the run is not one to
+    go on training with `gss train`.
     """
     source, target = Path(folder), Path(out)
     require_new(target)
     if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
         raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    known = _read_run(source / EXPORTED)
-    tokenizer, model = read_vocabulary(source), _read_model(source)
+    config, known = read_config(source), read_exported(source)
+    tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the vocabulary in {source} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
             "they do not belong together"
         )
-    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters()):
-        model = model.float()  # runs hold full precision
     with written_folder(target) as aside:
         # The configuration last, over what the run's was: the model may have grown a vocabulary since.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
@@ -114,41 +110,5 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
             write_json(aside / "data.json", known["data"])
         tokenizer.save(aside / "tokenizer")
         tensors = {"model": model.state_dict()}
-        save(aside / "checkpoints", known["step"], tensors, {"imported": True})
+        save(aside / "checkpoints", step, tensors, {"imported": True})
     return target
-
-
-def _read_model(source: Path) -> LanguageModel:
-    """The model of a folder, every weight of which comes from a safetensors file there."""
-    if not any(source.glob("*.safetensors")):
-        raise ValueError(
-            f"{source} has no weights in a safetensors file, and others are not read, since unpickling one may run "
-            "code: load the model where you trust it and write it anew with save_pretrained"
-        )
-    try:
-        # With output_loading_info there are two answers, which transformers' types do not say.
-        answers: Any = GSSForCausalLM.from_pretrained(
-            source, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-        wrapped, found = answers
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"the weights in {source} cannot be read: {error}") from error
-    for what, names in (("lack", found["missing_keys"]), ("have besides", found["unexpected_keys"])):
-        if names:
-            raise ValueError(
-                f"the weights in {source} are not those of the model that its config.json describes: they {what} "
-                f"{', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
-            )
-    return wrapped.model
-
-
-def _read_run(path: Path) -> dict[str, Any]:
-    """What a folder keeps of the run that it is from, as far as it does."""
-    known = {"step": 0, "config": {}, "data": {}, **read_json(path)}
-    step = known["step"]
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"{path} does not describe a run: its step is {step!r}, not a whole number")
-    for name in ("config", "data"):
-        if not isinstance(known[name], dict):
-            raise ValueError(f"{path} does not describe a run: its {name} is {known[name]!r:.40}, not an object")
-    return known

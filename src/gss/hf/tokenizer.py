@@ -143,6 +143,8 @@ def read_vocabulary(folder: Path) -> Tokenizer:
         return load_tokenizer(folder / VOCABULARY)
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(eos, str | None):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: eos_token must be a text, not {eos!r:.40}")
     if (folder / "tokenizer.model").is_file():
         return load_tokenizer(folder / "tokenizer.model", eos)
     if not (folder / "tokenizer.json").is_file():

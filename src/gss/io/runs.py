@@ -46,8 +46,21 @@ def read_config(run: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(f"{path} does not describe a run: it has no model")
     if config.get("model_type") == "gss":  # exported for transformers
-        config = {**(read_json(run / EXPORTED).get("config") or {}), **config}
+        config = {**read_exported(run)["config"], **config}
     return config
+
+
+def read_exported(folder: Path) -> dict[str, Any]:
+    """What a folder of `transformers` keeps of the run that it is from, as far as it does: step, config and data."""
+    path = folder / EXPORTED
+    known = {"step": 0, "config": {}, "data": {}, **read_json(path)}
+    step = known["step"]
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**8:
+        raise ValueError(f"{path} does not describe a run: its step is {step!r:.40}, not a whole number below 10^8")
+    for name in ("config", "data"):
+        if not isinstance(known[name], dict):
+            raise ValueError(f"{path} does not describe a run: its {name} is {known[name]!r:.40}, not an object")
+    return known
 
 
 def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tuple[LanguageModel, int]:
@@ -93,12 +106,20 @@ def _newest(run: Path, step: int | None) -> tuple[Path, dict[str, Tensor], int]:
 def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
     """The weights in a folder of `transformers`, under the names that they have in a run, and the run's step."""
     tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(
+            f"{folder} has no weights in a safetensors file, and others are not read, since unpickling one may run "
+            "code: load the model where you trust it and write it anew with save_pretrained"
+        )
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file")
         try:
             tensors |= {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
         except SafetensorError as error:
             raise ValueError(f"the weights in {path} cannot be read: {error}") from None
-    return folder, tensors, int(read_json(folder / EXPORTED).get("step", 0))
+    return folder, tensors, read_exported(folder)["step"]
 
 
 def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:

@@ -2,7 +2,8 @@
 
     engine.py        the thread that runs `gss.decode.Engine`: a queue in, pieces of text out
     job.py, row.py   what the thread is asked for, and one continuation under way as text
-    app.py           the routes, with completions.py, checks.py, schemas.py; about.py: the limits, and what the model is
+    app.py           the routes, with completions.py, chat.py, checks.py and schemas.py; about.py: the limits, and what
+                     the model is; service.py: what all of them work with
     http.py          keys, hosts and bodies, before any route; how failures are answered; metrics.py counts
     connections.py   silent clients and such as do not read are closed
     server.py        the process: socket, engine, uvicorn, an orderly end

@@ -47,6 +47,8 @@ class Limits:
     """Sequences that may wait for a place in the batch (429)."""
     scores: int = 262_144
     """Most log-probabilities in one answer: tokens that are scored, each with its alternatives (400)."""
+    all_scores: int = 1 << 20
+    """Most log-probabilities in all answers under way: beyond, those with over 8,192 are refused (429)."""
     connections: int = 2048
     """Connections at a time: beyond, the one that has been idle for the longest is closed."""
     header_seconds: float = 15.0

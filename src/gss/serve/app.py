@@ -15,10 +15,11 @@ from gss import __version__
 from gss.serve import schemas
 from gss.serve.about import Limits, describe
 from gss.serve.chat import ActiveChat, ChatCompletion, ChatRequest
-from gss.serve.checks import QUICK_CHARACTERS, check_length, check_model
-from gss.serve.completions import ActiveCompletion, Surfaces, prepare
+from gss.serve.checks import QUICK_CHARACTERS, check_completion, check_length, check_model
+from gss.serve.completions import ActiveCompletion
 from gss.serve.engine import EngineThread
-from gss.serve.http import ApiError, Guard, answer_errors
+from gss.serve.http import ApiError, Guard, answer_errors, to_json
+from gss.serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
@@ -70,17 +71,16 @@ def create_app(
         open_paths={"/health", *pages},
         hosts=hosts,
     )
-    surfaces = Surfaces(engine.tokenizer)
-    facts = describe(engine, limits, name=name, preset=preset, step=step)
-    _add_completions(app, engine, surfaces, limits, name)
-    _add_tokens(app, engine, surfaces, limits, name)
-    _add_facts(app, engine, name, facts)
+    service = Service(engine, name, limits)
+    _add_completions(app, service)
+    _add_tokens(app, service)
+    _add_facts(app, service, describe(engine, limits, name=name, preset=preset, step=step))
     for address, path in pages.items():
         _add_page(app, address, path)
     return app
 
 
-def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:
+def _add_completions(app: FastAPI, service: Service) -> None:
     stream: dict[str, Any] = {"text/event-stream": {}}
 
     @app.post(
@@ -90,7 +90,7 @@ def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, lim
     )
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Go on from a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
-        return await answer(await prepare(body, engine, surfaces, limits, name), bool(body.stream), request)
+        return await answer(ActiveCompletion, body, request)
 
     @app.post(
         "/v1/chat/completions",
@@ -99,46 +99,47 @@ def _add_completions(app: FastAPI, engine: EngineThread, surfaces: Surfaces, lim
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Continue a dialogue, written out in plain words: the model was not trained to follow instructions."""
-        completion = await prepare(body.completion(), engine, surfaces, limits, name, ActiveChat)
-        return await answer(completion, bool(body.stream), request)
+        return await answer(ActiveChat, body.completion(), request)
 
-    async def answer(completion: ActiveCompletion, streaming: bool, request: Request) -> Response:
+    async def answer(kind: type[ActiveCompletion], body: schemas.CompletionRequest, request: Request) -> Response:
+        completion = kind(body, await check_completion(body, service), service)
         completion.start()
-        if streaming:
+        if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(completion.events(), media_type="text/event-stream", headers=headers)
         whole = await completion.whole(request)
-        if whole is None:
-            return Response(status_code=499)
-        # A large answer is put together beside the event loop.
-        return await asyncio.to_thread(JSONResponse, whole) if completion.large else JSONResponse(whole)
+        return Response(status_code=499) if whole is None else Response(whole, media_type="application/json")
 
 
-def _add_tokens(app: FastAPI, engine: EngineThread, surfaces: Surfaces, limits: Limits, name: str) -> None:
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    tokenizer = service.engine.tokenizer
+
     @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""
-        check_model(body.model, name)
+        check_model(body.model, service)
 
-        def work() -> JSONResponse:
-            ids = engine.tokenizer.encode(body.prompt).tolist()
-            check_length(len(ids), limits)
-            return JSONResponse({"tokens": ids, "pieces": [surfaces[token] for token in ids], "count": len(ids)})
+        def work() -> Response:
+            ids = tokenizer.encode(body.prompt).tolist()
+            check_length(len(ids), service.limits)
+            found = {"tokens": ids, "pieces": [service.surfaces[token] for token in ids], "count": len(ids)}
+            return Response(to_json(found), media_type="application/json")
 
         return work() if len(body.prompt) <= QUICK_CHARACTERS else await asyncio.to_thread(work)
 
     @app.post("/v1/detokenize", response_model=None, responses={200: {"model": schemas.Text}, **schemas.ERRORS})
     async def detokenize(body: schemas.DetokenizeRequest) -> Response:
         """The text of tokens."""
-        check_model(body.model, name)
-        if max(body.tokens, default=0) >= engine.tokenizer.vocab_size:
+        check_model(body.model, service)
+        if max(body.tokens, default=0) >= tokenizer.vocab_size:
             raise ApiError(400, "a token id is beyond the vocabulary", param="tokens", code="invalid_value")
-        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens)
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens)
         return JSONResponse({"prompt": text})
 
 
-def _add_facts(app: FastAPI, engine: EngineThread, name: str, facts: dict[str, Any]) -> None:
-    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
+def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
+    engine = service.engine
+    card = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
     engine.metrics.state_bytes.set(facts["state"]["bytes_per_sequence"])
 
     @app.get("/v1/models", responses=schemas.ERRORS)
@@ -149,7 +150,7 @@ def _add_facts(app: FastAPI, engine: EngineThread, name: str, facts: dict[str, A
     @app.get("/v1/models/{model}", responses=schemas.ERRORS)
     async def model(model: str) -> schemas.ModelCard:
         """The model that is served."""
-        check_model(model, name)
+        check_model(model, service)
         return schemas.ModelCard.model_validate(card)
 
     @app.get("/v1/model", responses=schemas.ERRORS)

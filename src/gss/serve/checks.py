@@ -10,6 +10,7 @@ from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError
 from gss.serve.schemas import CompletionRequest
+from gss.serve.service import Service
 
 # Texts longer than this are tokenized beside the event loop.
 QUICK_CHARACTERS = 4096
@@ -24,11 +25,20 @@ class Prompt(NamedTuple):
     """Ids at the start that are not the request's own."""
 
 
-async def check_completion(
-    body: CompletionRequest, engine: EngineThread, limits: Limits, name: str
-) -> tuple[list[Prompt], dict[str, Any]]:
-    """A request's prompts, tokenized, and what else a job needs."""
-    check_model(body.model, name)
+class Asked(NamedTuple):
+    """What a request for a completion asks of the engine."""
+
+    prompts: list[Prompt]
+    max_tokens: int
+    stop: list[str]
+    scores: int
+    """Log-probabilities in the answer, at most."""
+
+
+async def check_completion(body: CompletionRequest, service: Service) -> Asked:
+    """What a request asks for, its prompts tokenized."""
+    engine, limits = service.engine, service.limits
+    check_model(body.model, service)
     n = body.n or 1
     if n > min(limits.n, engine.rows):
         raise _beyond("n", n, min(limits.n, engine.rows))
@@ -52,13 +62,12 @@ async def check_completion(
     sequences = min(limits.sequences, engine.rows + engine.queue)  # what would never find room is not asked to wait
     if n * len(prompts) > sequences:
         raise _beyond("prompt", n * len(prompts), sequences, "continuations in one request")
-    _check_scores(body, max_tokens, prompts, limits)
-    return prompts, {"max_tokens": max_tokens, "stop": stop}
+    return Asked(prompts, max_tokens, stop, _count_scores(body, max_tokens, prompts, limits))
 
 
-def check_model(asked: str | None, name: str) -> None:
+def check_model(asked: str | None, service: Service) -> None:
     """Refuse a model that is not the one that is served."""
-    if asked is not None and asked != name:
+    if asked is not None and asked != service.name:
         raise ApiError(404, "that model is not served here: see /v1/models", code="model_not_found", param="model")
 
 
@@ -68,10 +77,10 @@ def check_length(tokens: int, limits: Limits) -> None:
         raise _beyond("prompt", tokens, limits.prompt_tokens, "tokens", "context_length_exceeded")
 
 
-def _check_scores(body: CompletionRequest, max_tokens: int, prompts: Sequence[Prompt], limits: Limits) -> None:
-    """Refuse an answer that would hold too many log-probabilities."""
+def _count_scores(body: CompletionRequest, max_tokens: int, prompts: Sequence[Prompt], limits: Limits) -> int:
+    """How many log-probabilities the answer will hold; too many are refused."""
     if body.logprobs is None:
-        return
+        return 0
     n, echoed = body.n or 1, 0
     if body.echo:
         echoed = n * sum(len(prompt.ids) for prompt in prompts)
@@ -82,6 +91,7 @@ def _check_scores(body: CompletionRequest, max_tokens: int, prompts: Sequence[Pr
     if scores > limits.scores:
         what = "log-probabilities (of tokens, each with its alternatives) in one answer"
         raise _beyond("logprobs", scores, limits.scores, what)
+    return scores
 
 
 def _stops(given: str | list[str] | None, limits: Limits) -> list[str]:

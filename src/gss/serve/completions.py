@@ -1,7 +1,6 @@
 """`/v1/completions`: from a request to jobs, and from their pieces to an answer, whole or as a stream of events."""
 
 import asyncio
-import json
 import secrets
 import threading
 import time
@@ -11,13 +10,12 @@ from typing import Any
 
 from fastapi import Request
 
-from gss.data import Tokenizer
-from gss.serve.about import Limits
-from gss.serve.checks import Prompt, check_completion
-from gss.serve.engine import DrainingError, EngineThread, Posts, QueueFullError, hand_over
-from gss.serve.http import ApiError
+from gss.serve.checks import Asked
+from gss.serve.engine import DrainingError, Posts, QueueFullError, hand_over
+from gss.serve.http import ApiError, to_json
 from gss.serve.job import Failure, Job, Piece, TokenScore
 from gss.serve.schemas import CompletionRequest
+from gss.serve.service import Service
 
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
     "timeout": partial(ApiError, 408, "the request took longer than it may", code="request_timeout"),
@@ -31,8 +29,11 @@ _MANY, _PATIENCE = 4, 0.02
 # Pieces that may wait for a client to read them, before its request is dropped.
 _UNREAD = 4096
 
-# Log-probabilities up to which an answer is put together on the event loop itself.
+# Tokens of a prompt up to which their scores are put together on the event loop itself.
 _QUICK_SCORES = 4096
+
+# Log-probabilities in an answer that may be asked for whatever others hold.
+_FEW_SCORES = 8192
 
 
 def post_to_loops(posts: Posts) -> None:
@@ -61,40 +62,14 @@ def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Ev
     loop.call_soon(sent.set)  # after those whom the pieces have woken
 
 
-class Surfaces(dict[int, str]):
-    """Single tokens as text, by id: what a reader sees for one of a list, apart from the text that it is part of."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-        # A token's leading space is lost at a text's start: it is decoded after another one.
-        self._anchor = tokenizer.encode("a").tolist()[-1:]
-        self._before = len(tokenizer.decode(self._anchor))
-
-    def __missing__(self, token: int) -> str:
-        name = self[token] = self._find(token)
-        return name
-
-    def _find(self, token: int) -> str:
-        if token == self._tokenizer.eos_id:
-            return "<|end|>"
-        if not 0 <= token < self._tokenizer.vocab_size:
-            return f"token_id:{token}"
-        text = self._tokenizer.decode([*self._anchor, token])[self._before :]
-        if self._tokenizer.kind == "bytes" and token > 127:
-            return f"bytes:\\x{token:02x}"  # as OpenAI writes tokens that are part of a character
-        return text if text and "\ufffd" not in text else f"token_id:{token}"
-
-
 class ActiveCompletion:
     """One request, from its arrival to its end."""
 
     kind, prefix = "text_completion", "cmpl"
 
-    def __init__(
-        self, body: CompletionRequest, prompts: Sequence[Prompt], engine: EngineThread, surfaces: Surfaces, **job: Any
-    ) -> None:
-        self._body, self._prompts, self._engine, self._surfaces = body, prompts, engine, surfaces
+    def __init__(self, body: CompletionRequest, asked: Asked, service: Service) -> None:
+        self._body, self._prompts, self._service, self._scores = body, asked.prompts, service, asked.scores
+        self._engine = service.engine
         self._arrived = time.monotonic()
         self._first_at: float | None = None
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
@@ -103,7 +78,7 @@ class ActiveCompletion:
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "object": self.kind,
             "created": int(time.time()),
-            "model": job.pop("name"),
+            "model": service.name,
         }
         self._produced = 0
         seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -120,33 +95,37 @@ class ActiveCompletion:
                 score_prompt=scored_prompt,
                 ignore_eos=bool(body.ignore_eos),
                 streaming=bool(body.stream),
-                **job,
+                max_tokens=asked.max_tokens,
+                stop=asked.stop,
+                deadline=self._arrived + service.limits.seconds,
             )
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(asked.prompts)
         ]
 
     def start(self) -> None:
         """Queue it, or say that there is no room."""
+        held, limits = self._service.scores, self._service.limits
+        if self._scores > _FEW_SCORES and self._scores + sum(held.values()) > max(limits.scores, limits.all_scores):
+            raise _later("as many log-probabilities are under way as may be: ask for fewer, or try again")
         try:
             self._engine.submit(self._jobs)
         except QueueFullError:
-            raise ApiError(
-                429, "as many requests wait as may: try again", code="queue_full", headers={"Retry-After": "1"}
-            ) from None
+            raise _later("as many requests wait as may: try again") from None
         except DrainingError:
             raise _FAILURES["stopping"]() from None
+        held[self] = self._scores
 
-    async def whole(self, request: Request) -> dict[str, Any] | None:
-        """The answer in one; None where the client has gone."""
+    async def whole(self, request: Request) -> bytes | None:
+        """The answer in one, as JSON; None where the client has gone."""
         collecting = asyncio.ensure_future(self._collect())
         leaving = asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return collecting.result() if collecting.done() else None
+            return to_json(collecting.result()) if collecting.done() else None
         finally:
             collecting.cancel()
             leaving.cancel()
-            self._engine.cancel(self._jobs)
+            self._end()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -164,7 +143,11 @@ class ActiveCompletion:
         except ApiError as error:
             yield _event(error.body)
         finally:
-            self._engine.cancel(self._jobs)
+            self._end()
+
+    def _end(self) -> None:
+        self._engine.cancel(self._jobs)
+        self._service.scores.pop(self, None)
 
     async def _collect(self) -> dict[str, Any]:
         texts: dict[int, dict[str, Any]] = {}
@@ -222,7 +205,7 @@ class ActiveCompletion:
     ) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            names = self._surfaces
+            names = self._service.surfaces
             logprobs = {
                 "tokens": [names[score.token] for score in scores],
                 "token_logprobs": [score.logprob for score in scores],
@@ -243,13 +226,6 @@ class ActiveCompletion:
             "total_tokens": read + self._produced,
         }
 
-    @property
-    def large(self) -> bool:
-        """Whether putting the answer together takes long enough for others to notice."""
-        scored = 0 if self._body.logprobs is None else 1 + self._body.logprobs
-        echoed = sum(len(prompt.ids) for prompt in self._prompts) * self._n if self._body.echo else 0
-        return (self._produced + echoed) * scored > _QUICK_SCORES
-
     def _sink(self, number: int, piece: Piece) -> None:
         if self._pieces.qsize() >= _UNREAD:  # the client does not read: nothing more is produced for it
             self._engine.cancel(self._jobs)
@@ -257,18 +233,8 @@ class ActiveCompletion:
         self._pieces.put_nowait((number, piece))
 
 
-async def prepare(
-    body: CompletionRequest,
-    engine: EngineThread,
-    surfaces: Surfaces,
-    limits: Limits,
-    name: str,
-    active: type[ActiveCompletion] = ActiveCompletion,
-) -> ActiveCompletion:
-    """A request checked against the limits, its prompts tokenized; nothing is queued yet."""
-    prompts, options = await check_completion(body, engine, limits, name)
-    deadline = time.monotonic() + limits.seconds
-    return active(body, prompts, engine, surfaces, name=name, deadline=deadline, **options)
+def _later(message: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 async def _left(request: Request) -> None:
@@ -277,4 +243,4 @@ async def _left(request: Request) -> None:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+import pydantic_core
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -28,6 +29,11 @@ _PHRASES = {
 }
 # Bytes of a body that is let in whatever others hold.
 _SMALL_BODY = 1 << 16
+
+
+def to_json(content: Any) -> bytes:
+    """Plain data as JSON. A large answer takes a fifth of the standard library's time, in which nobody is served."""
+    return pydantic_core.to_json(content, inf_nan_mode="null")
 
 
 class ApiError(HTTPException):
