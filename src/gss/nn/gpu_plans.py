@@ -16,7 +16,7 @@ from gss.nn.state import LayerState
 from gss.nn.windows import rolled
 from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.recurrence import carried_output, carried_state, final_state
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
@@ -44,7 +44,8 @@ class GSSPlan:
             taps = space.taps(block)
             power = torch.exp(self.log_a[0] * torch.arange(block + 1, device=taps.device).unsqueeze(-1))  # [W + 1, N]
         self.taps = taps.T.float().contiguous()  # [W, H]
-        self.into = torch.stack([power.real, power.imag]).float().flip(1)  # [2, W + 1, N]: a^(W−j)
+        self.power = torch.stack([power.real, power.imag]).flip(1)  # [2, W + 1, N]: a^(W−j), in float64
+        self.into = self.power.float()
         self.planes = torch.view_as_real(self.readout).movedim(-1, 0).float().contiguous()  # [2, H, N]
         conjugate = torch.stack([power.real, -power.imag]).float()
         self.out_of = conjugate[:, 1:].transpose(1, 2).contiguous()  # [2, N, W]: a^(k+1)
@@ -100,8 +101,9 @@ class _GSSRows:
         if triton.knobs.runtime.interpret:  # the interpreter knows no bf16x3
             precision = "ieee"
         decode_fold.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
-            self._modes, self._mixing.inputs, stream.joined, plan.into, plan.planes, plan.out_of, self._mixing.carried,
-            stream.batch * H, H, N, W, late, W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
+            self._modes, self._mixing.inputs, stream.joined, plan.power, plan.into, plan.planes, plan.out_of,
+            self._mixing.carried, stream.batch * H, H, N, W, late,
+            W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -121,7 +123,7 @@ class _GSSRows:
             age = torch.tensor([block.read - joined for joined in block.joined[: len(places)]], device=modes.device)
             with torch.autocast(modes.device.type, enabled=False):
                 added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), log_a, None)
-                modes = added + transition(log_a * age[:, None, None], modes.dtype) * modes
+                modes = added + carried_state(modes, log_a * age[:, None, None])
         return {"modes": torch.view_as_real(modes)}
 
 
