@@ -34,47 +34,40 @@ class Piece:
         self.count = graph("Shape", tokens)  # L, as one number
         self.position = position
         self.last = graph("Sub", self.count, graph.whole(1))
-        self.index = graph.first(np.arange(LONGEST), self.count, 0)  # 0 … L − 1
-        self.places = graph("Add", self.index, position)
-        self._seen: dict[Any, tuple[str, str]] = {}
+        self.places = graph("Add", graph.first(np.arange(LONGEST), self.count, 0), position)  # [L]
+        self._visible: dict[Any, str] = {}
 
-    def seen(self, graph: Graph, layer: TransformerBlock) -> tuple[str, str]:
-        """Which slots of the cache and tokens of the piece each token sees [L, W + L], and which of them stay [W].
+    def visible(self, graph: Graph, layer: TransformerBlock) -> str:
+        """Which slots of the cache and tokens of the piece each token sees: [L, W + L].
 
-        The cache of a layer on chunks has the tokens of the current chunk from slot 0 on; that of a sliding window the
-        last W tokens, the newest last.
+        Caches are rings: slot s holds the newest token read whose place is s modulo W. Tokens of an earlier chunk
+        that a layer on chunks finds there are not seen.
         """
         key = (layer.chunk, layer.sliding)
-        if key not in self._seen:
-            window = layer.reach
-            assert window is not None
-            slots = graph.constant(np.arange(window))
-            if layer.chunk:
-                begun = graph("Mod", self.position, graph.whole(window))
-                where = graph("Add", slots, graph("Sub", self.position, begun))
-                # A slot that the current chunk has not reached yet holds a token of an earlier one.
-                known = graph("Where", graph("Less", slots, begun), where, graph.whole(1 << 60))
-            else:
-                where = graph("Add", slots, graph("Sub", self.position, graph.whole(window)))
-                known = graph("Where", graph("Less", where, graph.whole(0)), graph.whole(1 << 60), where)
-            places = graph("Concat", known, self.places, axis=0)  # [W + L]
+        if key not in self._visible:
+            assert layer.reach is not None
+            window, one = graph.whole(layer.reach), graph.whole(1)
+            newest = graph("Sub", self.position, one)
+            back = graph("Mod", graph("Sub", newest, graph.constant(np.arange(layer.reach))), window)
+            held = graph("Sub", newest, back)
+            held = graph("Where", graph("Less", held, graph.whole(0)), graph.whole(1 << 60), held)  # nothing yet
+            places = graph("Concat", held, self.places, axis=0)  # [W + L]
             own = graph.reshaped(self.places, -1, 1)
-            visible = graph("LessOrEqual", places, own)
             if layer.chunk:
-                number = graph("Div", places, graph.whole(window)), graph("Div", own, graph.whole(window))
-                visible = graph("And", visible, graph("Equal", *number))
+                near = graph("Equal", graph("Div", places, window), graph("Div", own, window))
             else:
-                visible = graph("And", visible, graph("Greater", places, graph("Sub", own, graph.whole(window))))
-            self._seen[key] = visible, self._kept(graph, slots, window) if layer.chunk else ""
-        return self._seen[key]
+                near = graph("Greater", places, graph("Sub", own, window))
+            self._visible[key] = graph("And", near, graph("LessOrEqual", places, own))
+        return self._visible[key]
 
-    def _kept(self, graph: Graph, slots: str, window: int) -> str:
-        """For every slot of a chunk's cache, the newest token that belongs there: of the piece, or what it holds."""
-        newest = graph("Add", self.position, self.last)
-        back = graph("Mod", graph("Sub", newest, slots), graph.whole(window))  # never negative, as in Python
-        token = graph("Sub", self.last, back)
-        inside = graph("GreaterOrEqual", token, graph.whole(0))
-        return graph("Where", inside, graph("Add", token, graph.whole(window)), slots)
+    def kept(self, graph: Graph, cache: str, new: str, window: int) -> str:
+        """A cache [W, …] with the tokens of the piece [L, …] in their slots, of which the newest may be all."""
+        places = self.places
+        if window < LONGEST:
+            newest = graph.whole(-window), graph.whole(1 << 60), graph.whole(0)
+            places, new = graph("Slice", places, *newest), graph("Slice", new, *newest)
+        slots = graph.reshaped(graph("Mod", places, graph.whole(window)), -1, 1)
+        return graph("ScatterND", cache, slots, new)
 
 
 def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -85,11 +78,11 @@ def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
                 "state spaces with a step per channel (state_space.step_range, as in the DSS presets) have no ONNX "
                 "export: their tables of powers would be many times as large as the model"
             )
-        return {name: (space.channels, 2 * space.config.modes) for name, space in layer.spaces().items()}
+        return {name: (2, space.channels, space.config.modes) for name, space in layer.spaces().items()}
     if isinstance(layer, GSS2Layer):
         return {name: tuple(size or 0 for size in slot.shape) for name, slot in layer.state_slots().items()}
     if isinstance(layer, TransformerBlock) and layer.reach is not None:
-        return dict.fromkeys(("keys", "values"), (layer.heads, layer.reach, layer.head_width))
+        return dict.fromkeys(("keys", "values"), (layer.reach, layer.heads, layer.head_width))
     if isinstance(layer, TransformerBlock):
         raise ValueError(
             f"attention over everything has no ONNX export, because its state grows with the text: {_EXPORTED} have one"
@@ -138,31 +131,41 @@ def _feedforward(graph: Graph, layer: FeedForward, x: str) -> str:
 
 
 def _state_space(graph: Graph, space: DiagonalStateSpace, u: str, state: str, piece: Piece) -> tuple[str, str]:
-    """u [L, H] and modes [H, 2N] → y [L, H] and the next modes."""
+    """u [L, H] and modes [2, H, N] → y [L, H] and the next modes."""
     with torch.no_grad():
         readout, log_a = (t.to(torch.complex128) for t in space.discretized())
         taps = space.taps(LONGEST).flip(-1).float().numpy()
         powers = torch.exp(log_a[0] * torch.arange(LONGEST + 1).unsqueeze(-1))  # [65, N]
     signal = graph.transposed(u, 1, 0)  # [H, L]
-    real, imaginary = graph.several("Split", 2, state, axis=1, num_outputs=2)
     # What the state adds: Re(C·B̄ ∗ s ∗ Ā^(l+1)) summed over the modes, the minus of i² in the table.
-    one, other = (graph.constant(part.float().numpy()) for part in (readout.real, readout.imag))
-    weights = graph("Concat", *_times(graph, (real, imaginary), (one, other)), axis=1)  # [H, 2N]
-    table = torch.cat([powers[1:].real.T, -powers[1:].imag.T]).float().numpy()
-    carried = graph("MatMul", weights, graph.first(table, piece.count, 1))  # [H, L]
-    kernel = graph.constant(taps[:, None])
+    weights = _turned_planes(graph, state, *(graph.constant(part.float().numpy()) for part in _planes(readout)))
+    table = torch.stack([powers[1:].real, -powers[1:].imag]).float().numpy()  # [2, 64, N]
+    each = graph("MatMul", weights, graph.transposed(graph.first(table, piece.count, 1), 0, 2, 1))  # [2, H, L]
+    carried = graph("ReduceSum", each, graph.whole(0))  # [1, H, L]
     batch = graph("Unsqueeze", signal, graph.whole(0))
+    kernel = graph.constant(taps[:, None])
     own = graph("Conv", batch, kernel, group=len(taps), pads=[LONGEST - 1, 0], kernel_shape=[LONGEST])
-    y = graph.transposed(graph("Add", graph("Squeeze", own, graph.whole(0)), carried), 1, 0)
-    # What the piece leaves: Σ_j Ā^(L−1−j) u_j, on top of Ā^L s. The last in float64, as in `gss.ops.recurrence`.
-    left = torch.cat([powers[:LONGEST].real, powers[:LONGEST].imag], dim=1).flip(0).float().numpy()  # [64, 2N]
-    newest = graph("Slice", graph.constant(left), graph("Neg", piece.count), graph.whole(LONGEST), graph.whole(0))
-    added = graph("MatMul", signal, newest)  # [H, 2N]
-    fading = [graph("Gather", graph.constant(part.numpy()), piece.last) for part in (powers[1:].real, powers[1:].imag)]
-    double = [graph("Cast", part, to=TensorProto.DOUBLE) for part in (real, imaginary)]
-    kept = graph("Concat", *_times(graph, double, fading), axis=1)
+    y = graph.transposed(graph("Squeeze", graph("Add", own, carried), graph.whole(0)), 1, 0)
+    # What the piece leaves: Σ_j Ā^(L−1−j) u_j, on top of Ā^L s. Added up in float64, as in `gss.ops.recurrence`.
+    left = torch.stack([powers[:LONGEST].real, powers[:LONGEST].imag]).flip(1).float().numpy()  # [2, 64, N]
+    newest = graph("Slice", graph.constant(left), graph("Neg", piece.count), graph.whole(LONGEST), graph.whole(1))
+    added = graph("MatMul", signal, newest)  # [2, H, N]
+    fading = [graph("Gather", graph.constant(part.numpy()), piece.last) for part in _planes(powers[1:], 1)]
+    fading[1] = graph.transposed(fading[1], 1, 0, 2)
+    kept = _turned_planes(graph, graph("Cast", state, to=TensorProto.DOUBLE), *fading)
     after = graph("Add", kept, graph("Cast", added, to=TensorProto.DOUBLE))
     return y, graph("Cast", after, to=TensorProto.FLOAT)
+
+
+def _planes(numbers: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Complex numbers as `_turned_planes` takes them: the real part, and the imaginary one with either sign."""
+    return numbers.real, torch.stack([-numbers.imag, numbers.imag], dim=dim)
+
+
+def _turned_planes(graph: Graph, x: str, real: str, imaginary: str) -> str:
+    """Complex numbers [2, …] times others."""
+    other = graph("Gather", x, graph.whole(1, 0))
+    return graph("Add", graph("Mul", x, real), graph("Mul", other, imaginary))
 
 
 def _times(graph: Graph, x: Any, factor: Any) -> tuple[str, str]:
@@ -261,19 +264,20 @@ def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piec
             graph("Concat", *_times(graph, graph.several("Split", 2, each, axis=2, num_outputs=2), turn), axis=2)
             for each in (queries, keys)
         )
-    visible, kept = piece.seen(graph, layer)
     queries = graph("Mul", graph.transposed(queries, 1, 0, 2), graph.number(width**-0.5))
-    new = {"keys": keys, "values": values}
-    every = {name: graph("Concat", state[name], graph.transposed(new[name], 1, 0, 2), axis=1) for name in new}
-    scores = graph("MatMul", queries, graph.transposed(every["keys"], 0, 2, 1))  # [h, L, W + L]
-    share = graph("Softmax", graph("Where", visible, scores, graph.number(-math.inf)), axis=-1)
-    attended = graph.reshaped(graph.transposed(graph("MatMul", share, every["values"]), 1, 0, 2), 0, -1)
+    # Cache and piece are attended to apart and meet in the softmax: joining them would copy the whole cache.
+    pairs = [(state["keys"], state["values"]), (keys, values)]
+    scores = [graph("MatMul", queries, graph.transposed(each, 1, 2, 0)) for each, _ in pairs]  # [h, L, W or L]
+    seen = graph("Where", piece.visible(graph, layer), graph("Concat", *scores, axis=2), graph.number(-math.inf))
+    sizes = graph("Concat", graph.whole(layer.reach or 0), piece.count, axis=0)
+    shares = graph.several("Split", 2, graph("Softmax", seen, axis=-1), sizes, axis=2)
+    parts = [
+        graph("MatMul", share, graph.transposed(each, 1, 0, 2)) for share, (_, each) in zip(shares, pairs, strict=True)
+    ]
+    attended = graph.reshaped(graph.transposed(graph("Add", *parts), 1, 0, 2), 0, -1)
     x = graph("Add", x, graph.dense(attended, layer.output))
-    if layer.chunk:
-        after = {name: graph("Gather", both, kept, axis=1) for name, both in every.items()}
-    else:
-        ends = piece.count, graph.whole(1 << 60), graph.whole(1)
-        after = {name: graph("Slice", both, *ends) for name, both in every.items()}
+    new = {"keys": keys, "values": values}
+    after = {name: piece.kept(graph, state[name], each, layer.reach or 0) for name, each in new.items()}
     return _feedforward(graph, layer.feedforward, x), after
 
 

@@ -23,9 +23,9 @@ class Unigram {
     this.bytes = bytes; // the id of each byte
     this.unknown = unknown;
     this.scores = scores; // of pieces that text is cut into; null for all others
-    const known = scores.filter((score) => score !== null);
-    const most = Math.max(...known);
-    this.worst = Math.min(...known) - UNKNOWN_PENALTY;
+    const learned = scores.filter((score, id) => score !== null && !symbols.includes(id));
+    const most = learned.reduce((one, other) => Math.max(one, other));
+    this.worst = learned.reduce((one, other) => Math.min(one, other)) - UNKNOWN_PENALTY;
     for (const id of symbols) scores[id] = Math.fround(utf8.encode(pieces[id]).length * most) - 0.1;
     this.root = new Map();
     pieces.forEach((piece, id) => {
@@ -63,7 +63,7 @@ class Unigram {
     const start = new Int32Array(size + 1).fill(-1);
     const chosen = new Int32Array(size + 1);
     const offer = (from, to, id, score) => {
-      const sum = score + total[from];
+      const sum = Math.fround(score + total[from]);
       if (start[to] !== -1 && sum <= total[to]) return;
       total[to] = sum;
       start[to] = from;

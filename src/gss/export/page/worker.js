@@ -55,7 +55,7 @@ async function read({ about, ort, session }, ids, state) {
 
 async function write(model, { id, prompt, temperature, top_p, max_tokens, seed }) {
   const { about, vocabulary } = model;
-  const decoder = new TextDecoder();
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   const random = seeded(seed);
   const ids = [about.eos_id, ...vocabulary.encode(prompt)]; // as in training, a document begins after the end of one
   let state = initialState(model);
