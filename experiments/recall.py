@@ -51,11 +51,11 @@ PASSKEY = {
     "state_space": {"modes": 16, "decay_range": (1e-5, 2e-5), "frequency_range": (1e-8, 1e-7)},
 }
 RECALL_STAGES = (
-    Stage(4, 16, 128, 200),
+    Stage(4, 16, 128, 150),
     Stage(8, 32, 64, 50),
     Stage(16, 64, 32, 50),
     Stage(32, 128, 16, 50),
-    Stage(64, 256, 16, 150),
+    Stage(64, 256, 8, 250),
 )
 PASSKEY_STAGES = (Stage(5, 32, 64, 150), Stage(5, 128, 32, 100), Stage(5, 512, 16, 100))
 
@@ -92,8 +92,8 @@ class Study:
 
 
 STUDIES = {
-    "recall": Study("gss2-tiny", RECALL, "recall", 512, 16, 650, RECALL_STAGES, RATES),
-    "recall-gss": Study("gss-tiny", {}, "recall", 512, 16, 650, RECALL_STAGES, {}),
+    "recall": Study("gss2-tiny", RECALL, "recall", 512, 8, 800, RECALL_STAGES, RATES),
+    "recall-gss": Study("gss-tiny", {}, "recall", 512, 8, 800, RECALL_STAGES, {}),
     "passkey": Study(
         "gss2-tiny", PASSKEY, "passkey", 4096, 8, 450, PASSKEY_STAGES, RATES, (1024, 16_384, 65_536)
     ),
