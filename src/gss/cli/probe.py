@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gss.probe import ContextProbe
+    from gss.probe import ContextProbe, Stage
 
 FILE = "probe.json"
 
@@ -128,10 +128,22 @@ def tasks(
     lengths: Annotated[str, typer.Option(help="Further lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, typer.Option(help="The model's width.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another field of the model, e.g. depth=2.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Training steps, those of the curriculum too.")] = 2000,
     rows: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
+    curriculum: Annotated[
+        str,
+        typer.Option(
+            metavar="ITEMS:LENGTH:ROWS:STEPS,...",
+            help="What the first steps are on instead, e.g. 4:16:128:100,8:32:64:100.",
+        ),
+    ] = "",
     sequences: Annotated[int, typer.Option(help="Fresh sequences to test on at each length.")] = 64,
     optimizer: Annotated[str, typer.Option(help="muon, adamw or adafactor.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="The base learning rate.")] = 3.2e-3,
@@ -145,18 +157,21 @@ def tasks(
 
     from gss.cli.progress import share_bar
     from gss.cli.use import whole_numbers
-    from gss.config import parse_assignments, to_mapping
+    from gss.config import override, parse_assignments, to_mapping
     from gss.io.devices import pick_device
     from gss.io.files import finite
     from gss.presets import preset as named
     from gss.probe import make_task, task_optimizer, train_on_task
 
-    config = named(preset, **({} if width is None else {"width": width}), **parse_assignments(settings or []))
+    given = parse_assignments(settings or [])
+    rates = {key.partition(".")[2]: given.pop(key) for key in list(given) if key.startswith("optimizer.")}
+    config = named(preset, **({} if width is None else {"width": width}), **given)
     with share_bar("training") as show:
         result = train_on_task(
             config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
-            rows=rows, sequences=sequences, optimizer=task_optimizer(config, steps, optimizer, learning_rate),
-            seed=seed, device=pick_device(device), precision=precision,
+            rows=rows, curriculum=_stages(curriculum), sequences=sequences, seed=seed,
+            optimizer=override(task_optimizer(config, steps, optimizer, learning_rate), rates),
+            device=pick_device(device), precision=precision,
             report=lambda done, total: show("training", done / total),
         )  # fmt: skip
     if as_json:
@@ -170,6 +185,15 @@ def tasks(
         "all right": {row.length: f"{row.solved:.1%}" for row in result.accuracy},
     }
     Console().print(_table(about, "length", columns))
+
+
+def _stages(text: str) -> list["Stage"]:
+    from gss.probe import Stage
+
+    try:
+        return [Stage(*map(int, part.split(":"))) for part in text.split(",") if part]
+    except (ValueError, TypeError):
+        raise ValueError(f"a curriculum is ITEMS:LENGTH:ROWS:STEPS, separated by commas, not {text!r}") from None
 
 
 def _table(
