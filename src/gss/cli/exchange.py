@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from gss.cli.options import Step
+
 
 def export_command(
     run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    step: Step = None,
 ) -> None:
     """Write a run's model as a folder that `transformers` loads, with its tokenizer and a model card."""
     print(f"wrote {_classes().export_run(run, out, step=step)}: load it after `import gss.hf`")
@@ -32,7 +34,7 @@ def quantize_command(
         Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
     ] = None,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    step: Step = None,
 ) -> None:
     """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""
     from gss.lm import quantize_run
