@@ -250,22 +250,25 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     assert not isinstance(config, type)
     kinds = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}  # applied together, so that no order of settings is refused half-way
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if name not in kinds:
             raise ValueError(f"{type(config).__name__} has no field {name!r}{nearest(key, kinds, _dotted(config))}")
-        current = changes.get(name, getattr(config, name))
+        current = getattr(config, name)
         if is_dataclass(current) and not isinstance(value, type(current)):
-            nested = {rest: value} if rest else value
-            if isinstance(nested, str) and hasattr(current, "shorthand"):
-                nested = {current.shorthand: nested}
-            if not isinstance(nested, Mapping):
+            own = {rest: value} if rest else value
+            if isinstance(own, str) and hasattr(current, "shorthand"):
+                own = {current.shorthand: own}
+            if not isinstance(own, Mapping):
                 raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
-            changes[name] = override(current, nested)
+            nested[name] = nested.get(name, {}) | dict(own)
         elif rest:
             raise ValueError(f"{name} has no field {rest!r}: it is a single value")
         else:
             changes[name] = _coerce(name, value, kinds[name])
+    for name, own in nested.items():
+        changes[name] = override(changes.get(name, getattr(config, name)), own)
     return replace(config, **changes)
 
 

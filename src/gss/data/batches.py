@@ -60,6 +60,8 @@ class Batches:
     """What the three ways to batch share: steps, epochs, ranks, and copying ranges of tokens into rows."""
 
     steps_per_epoch: int
+    eos_first = False
+    """Whether a row that starts fresh inside a document reads the end-of-document id first, not the token before."""
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         if length < 1 or batch_size < 1:
@@ -93,6 +95,8 @@ class Batches:
                 tokens[row, 1:count] = stream[: end - 1]
             if first < last:  # documents that begin inside the row
                 starts[row, self.dataset.ends[first:last] - begin] = True
+        if self.eos_first:
+            tokens[fresh, 0] = eos
         check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
         mask = np.arange(self.length) < (ends - begins)[:, None]
         return Batch(tokens, targets, mask, starts, step, epoch)

@@ -150,6 +150,9 @@ class TrainConfig:
     batching: Literal["segments", "lanes", "packed"] = "segments"
     """Independent segments of documents (the paper's); lanes, which follow documents with the state carried; or
     short documents packed into rows (LM1B)."""
+    eos_first: bool = False
+    """Whether rows that begin inside a document begin with the end-of-document id, as prompts do. Without it, a model
+    of long documents takes every prompt for the start of one, such as a book's title page."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast: parameters, states and state-space arithmetic stay in fp32. auto: bf16 on a GPU, else fp32."""
     device: str = "auto"

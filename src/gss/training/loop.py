@@ -119,6 +119,7 @@ class _Run:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = probe.open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
+        self.batches.eos_first = config.eos_first
         torch.manual_seed(config.seed)
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
