@@ -1,19 +1,33 @@
 """Generation: greedy equals teacher forcing, sampling does what its options say, text comes in whole characters."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 import gss
 import gss.decode.sampler
+from gss import decode
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
-from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_many, stream_texts
+from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_texts
 from gss.io.states import load_state, save_state
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)
+
+
+def side_by_side(
+    model: gss.LanguageModel, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any
+) -> list[list[int]]:
+    """The continuations of prompts that are in one batch."""
+    places = seeds or [0] * len(prompts)
+    requests = [decode.Request(prompt=p, seed=s, **options) for p, s in zip(prompts, places, strict=True)]
+    rows: dict[decode.Request, list[int]] = {request: [] for request in requests}
+    for output in decode.stream(model, requests):
+        rows[output.request] += output.tokens
+    return list(rows.values())
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -39,12 +53,10 @@ def test_goes_on_from_a_state() -> None:
     after = list(stream(model, question, max_tokens=10, sampling=GREEDY, state=state))
     assert after == list(stream(model, context + question, max_tokens=10, sampling=GREEDY))
     questions = [question, [7, 8, 9], [3]]
-    rows = list(stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=state.select([0, 0, 0])))
-    for row, asked in enumerate(questions):
-        alone = list(stream(model, context + asked, max_tokens=10, sampling=GREEDY))
-        assert [tokens[row] for tokens in rows] == alone
-    with pytest.raises(ValueError, match="the state is of 1 sequences and there are 3 prompts"):
-        list(stream_many(model, questions, max_tokens=10, state=state))
+    rows = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=state)
+    assert rows == [list(stream(model, context + asked, max_tokens=10, sampling=GREEDY)) for asked in questions]
+    with pytest.raises(ValueError, match="the state is of 3 sequences, the input of 1"):
+        side_by_side(model, questions, max_tokens=10, state=state.select([0, 0, 0]))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -53,22 +65,18 @@ def test_ragged_batches_give_what_each_prompt_gives_alone(family: str) -> None:
     draw = random.Random(0)
     for _ in range(25):
         prompts = [[draw.randrange(61) for _ in range(draw.randint(1, 20))] for _ in range(draw.randint(2, 5))]
-        rows = list(stream_many(model, prompts, max_tokens=8, sampling=GREEDY))
-        for row, prompt in enumerate(prompts):
-            assert [tokens[row] for tokens in rows] == list(stream(model, prompt, max_tokens=8, sampling=GREEDY))
+        rows = side_by_side(model, prompts, max_tokens=8, sampling=GREEDY)
+        assert rows == [list(stream(model, prompt, max_tokens=8, sampling=GREEDY)) for prompt in prompts]
 
 
 def test_sampled_rows_draw_from_their_own_seeds() -> None:
     model = gss.build_model(small_config("gss"))
     prompts = [[1, 2, 3], [4], [4]]
-    rows = list(stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7]))
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    assert columns == [list(stream(model, p, max_tokens=20, seed=s)) for p, s in zip(prompts, [5, 6, 7], strict=True)]
-    eos = columns[0][3]
-    ended = [row[0] for row in stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7], eos_id=eos)]
-    first = columns[0].index(eos)
-    assert ended[:first] == columns[0][:first]
-    assert set(ended[first:]) <= {None}
+    rows = side_by_side(model, prompts, seeds=[5, 6, 7], max_tokens=20)
+    assert rows == [list(stream(model, p, max_tokens=20, seed=s)) for p, s in zip(prompts, [5, 6, 7], strict=True)]
+    eos = rows[0][3]
+    ended = side_by_side(model, prompts, seeds=[5, 6, 7], max_tokens=20, eos_id=eos)
+    assert ended[0] == rows[0][: rows[0].index(eos)]
 
 
 def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
@@ -76,12 +84,11 @@ def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
     context = torch.randint(0, 61, (1, 40))
     _, state = read(model, context)
     save_state(state, tmp_path / "context.safetensors")
-    kept = load_state(tmp_path / "context.safetensors").select([0, 0])
+    kept = load_state(tmp_path / "context.safetensors")
     questions = [[5, 6], [7, 8]]
-    answers = list(zip(*stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=kept), strict=True))
+    answers = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=kept)
     for question, answer in zip(questions, answers, strict=True):
-        whole = context[0].tolist() + question
-        assert list(answer) == list(stream(model, whole, max_tokens=10, sampling=GREEDY))
+        assert answer == list(stream(model, context[0].tolist() + question, max_tokens=10, sampling=GREEDY))
     (tmp_path / "other").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="does not hold a model's state"):
         load_state(tmp_path / "other")
