@@ -6,7 +6,7 @@ leave between steps, and one that does costs about as much as it holds, whatever
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
 from gss.ops.recurrence import carried_output, carried_state, final_state, transition
 from gss.ops.vandermonde import powers
-
-if TYPE_CHECKING:
-    pass
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -141,8 +138,12 @@ class BlockedStateSpace(nn.Module):
         self._block = block
         taps = space.taps(block.size)
         self.reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
-        # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
-        self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
+        # Where the channels share their modes, the table between states and outputs is small enough to keep.
+        self._table = None
+        if len(self._log_a) == 1:
+            real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
+            self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
+            self._readout = self._readout * transition(self._log_a, self._readout.dtype)
         self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
         self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
         self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
@@ -200,17 +201,21 @@ class BlockedStateSpace(nn.Module):
     def _output_of(self, modes: Tensor, length: int) -> Tensor:
         """What states add to the next outputs: [B, L, H]."""
         with torch.autocast(modes.device.type, enabled=False):
-            if self._powers is None:
+            if self._table is None:
                 return carried_output(modes, self._readout, self._log_a, length)
-            weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
-            return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
+            pairs = torch.view_as_real(self._readout * modes).flatten(-2)  # [B, H, 2N]
+            return (pairs @ self._table[:, :length]).transpose(1, 2)
 
     def _folded(self) -> Tensor:
         block, modes = self._block, self._modes.tensor
-        signal = self._inputs.tensor[:, :, : block.read].transpose(1, 2)
+        signal = self._inputs.tensor[:, :, : block.read]
         with torch.autocast(modes.device.type, enabled=False):
-            if not any(block.joined):
-                return final_state(signal, self._log_a, modes)
-            ages = torch.tensor([block.read - joined for joined in block.joined], device=modes.device)
-            carried = carried_state(modes, self._log_a * ages[:, None, None])
-            return final_state(signal, self._log_a, None) + carried
+            if self._table is None:
+                added = final_state(signal.transpose(1, 2), self._log_a, None)
+            else:
+                pairs = signal.flip(-1) @ self._table[:, : block.read].T  # [B, H, 2N]
+                added = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).conj()
+            read: Tensor | int = block.read
+            if any(block.joined):
+                read = read - torch.tensor(block.joined, device=modes.device)[:, None, None]
+            return carried_state(modes, self._log_a * read) + added

@@ -1,4 +1,4 @@
-"""The C functions for decoding on a CPU (kernels.c and products.h), compiled on first use and kept in the user's cache.
+"""The C functions for decoding on a CPU (kernels.c, sampler.c), compiled on first use and kept in the user's cache.
 
 Nothing needs them: where there is no C compiler, or with `GSS_FAST=0`, `library` is None and PyTorch does the same.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gss.ops import fast
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "sampler.c", "products.h")]
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -95,7 +95,7 @@ def _compiled() -> ctypes.CDLL | None:
         return None
     # torch's own copy of OpenMP, so that its threads are these functions' too: two sets of them would wait for cores.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*"))) or ["-fopenmp"]
-    command = [compiler, *_FLAGS, str(_SOURCES[0]), *openmp[:1], "-lm"]
+    command = [compiler, *_FLAGS, *map(str, _SOURCES[:2]), *openmp[:1], "-lm"]
     sources = [source.read_text(encoding="utf-8") for source in _SOURCES]
     described = [*command, *sources, platform.machine(), _processor()]
     name = f"kernels-{hashlib.sha256(''.join(described).encode()).hexdigest()[:16]}.so"
@@ -114,6 +114,7 @@ def _compiled() -> ctypes.CDLL | None:
         getattr(found, f"gss_{name}").argtypes = [_POINTER, *[_LONG] * longs, *[_POINTER] * pointers]
     found.gss2_layer.argtypes = [_POINTER, *[_LONG] * 3, *[_POINTER] * 5]
     found.gss_blocked_steps.argtypes = [*[_LONG] * 5, *[_POINTER] * 5]
+    found.gss_draw.argtypes = [*[_LONG] * 3, *[_POINTER] * 6]
     found.gss_largest.argtypes, found.gss_largest.restype = [_LONG, _POINTER], _LONG
     return found
 

@@ -8,27 +8,6 @@ void gss_product(const struct matrix *matrix, int64_t rows, const float *x, floa
     multiply((struct product){.matrix = matrix, .rows = rows, .x = x, .y = y});
 }
 
-// Where the largest of some numbers is; −1 where it is not finite, or one is no number.
-int64_t gss_largest(int64_t count, const float *x) {
-    floats most = {0}, nothing = {0};
-    most -= INFINITY;
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        floats value = load(x + i);
-        most = either(value > most, value, most);
-        nothing += either(value != value, value, (floats){0});
-    }
-    float largest = -INFINITY, wrong = sum(nothing);
-    for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
-    for (; i < count; i++) {
-        largest = x[i] > largest ? x[i] : largest;
-        wrong += x[i] != x[i] ? x[i] : 0;
-    }
-    if (wrong != wrong || !isfinite(largest)) return -1;
-    for (i = 0; x[i] != largest; i++);
-    return i;
-}
-
 // Further tokens of a state space that is within a block (see `gss.nn.decode_plans.BlockedStateSpace`): u and y
 // [batch, length, channels], inputs [batch, channels, size], reversed taps [channels, size], carried
 // [batch, size, channels]; `read` tokens of the block came before.
