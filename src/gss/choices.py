@@ -47,8 +47,9 @@ _hints = cache(typing.get_type_hints)
 
 def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
     """Refuse a value outside its field's limits, or not among the choices of its type or those registered here."""
+    owner: Any = type(config)
     for each in fields(config):
-        name, kind, given = each.name, _hints(type(config))[each.name], getattr(config, each.name)
+        name, kind, given = each.name, _hints(owner)[each.name], getattr(config, each.name)
         limits = each.metadata.get("limits", {})
         if limits and not (given is None and type(None) in typing.get_args(kind)):
             if int in (kind, *typing.get_args(kind)) and type(given) is not int:
