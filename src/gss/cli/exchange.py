@@ -1,19 +1,52 @@
-"""Commands that write a model anew: export and import, which exchange models with `transformers`, and quantize."""
+"""Commands that write a model anew: export and import, which exchange models with other libraries, and quantize."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
+from gss.cli.options import Step
+
+
+class Target(StrEnum):
+    """What `gss export` writes."""
+
+    HF = "hf"
+    ONNX = "onnx"
+    WEB = "web"
+
 
 def export_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
+    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made, or box.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    to: Annotated[
+        Target,
+        typer.Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."),
+    ] = Target.HF,
+    step: Step = None,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
+    ] = None,
 ) -> None:
-    """Write a run's model as a folder that `transformers` loads, with its tokenizer and a model card."""
-    print(f"wrote {_classes().export_run(run, out, step=step)}: load it after `import gss.hf`")
+    """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
+    if runtime is not None and to is not Target.WEB:
+        raise ValueError("--runtime is for --to web")
+    if to is Target.HF:
+        with _extra():
+            from gss.hf import export_run
+        print(f"wrote {export_run(run, out, step=step)}: load it after `import gss.hf`")
+        return
+    with _extra():
+        from gss.export import export_onnx, export_page
+    if to is Target.ONNX:
+        print(f"wrote {export_onnx(run, out, step=step)}: model.onnx, and model.json with the shapes of its state")
+    else:
+        folder = export_page(run, out, step=step, runtime=runtime)
+        print(f"wrote {folder}: python -m http.server --directory {folder} shows it at http://localhost:8000")
 
 
 def import_command(
@@ -23,7 +56,9 @@ def import_command(
     run: Annotated[Path, typer.Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
-    print(f"wrote {_classes().import_folder(folder, run)}")
+    with _extra():
+        from gss.hf import import_folder
+    print(f"wrote {import_folder(folder, run)}")
 
 
 def quantize_command(
@@ -32,7 +67,7 @@ def quantize_command(
         Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
     ] = None,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    step: Step = None,
 ) -> None:
     """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""
     from gss.lm import quantize_run
@@ -44,9 +79,10 @@ def quantize_command(
     print(f"wrote {target}: use it as any run, for example gss generate {target}")
 
 
-def _classes() -> ModuleType:
+@contextmanager
+def _extra() -> Iterator[None]:
+    """Around an import that needs an extra: says in one line which."""
     try:
-        import gss.hf
+        yield
     except ImportError as error:
         raise ValueError(str(error)) from error
-    return gss.hf

@@ -17,8 +17,7 @@ from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED, load_model, read_config, read_exported
-from gss.lm import load
-from gss.nn.quantized import is_quantized
+from gss.lm import load, run_folder
 
 _MODULE = "modeling_gss"
 _CODE = '''"""The classes of this model, which are those of the gss library: https://arxiv.org/abs/2206.13947
@@ -37,11 +36,9 @@ __all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
-    folder, target = Path(run), Path(out)
+    folder, target = run_folder(run), Path(out)
     require_new(target)
-    model, tokenizer, step, _ = load(folder, step=step)
-    if is_quantized(model):
-        raise ValueError(f"the weights of {folder} are quantized: export the run that it was made from")
+    model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
     if model.first is not None:
         raise ValueError(
             f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "

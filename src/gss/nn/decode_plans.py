@@ -139,8 +139,12 @@ class BlockedStateSpace(nn.Module):
         self._block = block
         taps = space.taps(block.size)
         self.reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
-        # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
-        self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
+        # Where the channels share their modes, the table between states and outputs is small enough to keep.
+        self._table = None
+        if len(self._log_a) == 1:
+            real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
+            self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
+            self._readout = self._readout * transition(self._log_a, self._readout.dtype)
         self._modes = Rows(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
         self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
         self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
@@ -204,19 +208,22 @@ class BlockedStateSpace(nn.Module):
         """What states add to the next outputs: [B, L, H]."""
         modes = modes.to(self._readout.dtype)
         with torch.autocast(modes.device.type, enabled=False):
-            if self._powers is None:
+            if self._table is None:
                 return carried_output(modes, self._readout, self._log_a, length)
-            weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
-            return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
+            pairs = torch.view_as_real(self._readout * modes).flatten(-2)  # [B, H, 2N]
+            return (pairs @ self._table[:, :length]).transpose(1, 2)
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """The block until now: what it leaves of the state at its start, in float64, and what it adds: [B, H, N]."""
-        block, log_a = self._block, self._log_a
-        signal = self._inputs.tensor[:, :, : block.read].transpose(1, 2)
+        block = self._block
+        signal = self._inputs.tensor[:, :, : block.read]
         with torch.autocast(signal.device.type, enabled=False):
-            age: int | Tensor = block.read
+            if self._table is None:
+                added = final_state(signal.transpose(1, 2), self._log_a, None)
+            else:
+                pairs = signal.flip(-1) @ self._table[:, : block.read].T  # [B, H, 2N]
+                added = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).conj()
+            age: Tensor | int = block.read
             if any(block.joined):
-                age = torch.tensor([block.read - joined for joined in block.joined], device=signal.device)[
-                    :, None, None
-                ]
-            return torch.exp(log_a * age), final_state(signal, log_a, None)
+                age = age - torch.tensor(block.joined, device=signal.device)[:, None, None]
+            return torch.exp(self._log_a * age), added

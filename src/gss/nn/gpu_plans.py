@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gss.nn.decoding import Block
 from gss.nn.state import LayerState
-from gss.nn.windows import rolled
+from gss.nn.windows import as_ring, in_order
 from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
+from gss.ops.positions import rotary_frequencies
 from gss.ops.recurrence import carried_output, carried_state, final_state
 
 if TYPE_CHECKING:
@@ -133,17 +134,13 @@ class AttentionPlan:
     def __init__(self, layer: "TransformerBlock") -> None:
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
-        self.heads, self.head_width, self.kept, self.ring = (
-            layer.heads,
-            layer.head_width,
-            layer.reach or 0,
-            not layer.chunk,
-        )
+        self.heads, self.head_width = layer.heads, layer.head_width
+        self.kept, self.ring = layer.reach or 0, not layer.chunk
         weight = layer.output.weight
         self.frequency = None
         if layer.rotary_base is not None:
-            half = torch.arange(layer.head_width // 2, dtype=torch.float64, device=weight.device)
-            self.frequency = layer.rotary_base ** -(half / (layer.head_width // 2)) / (2 * math.pi)
+            frequency = rotary_frequencies(layer.head_width, layer.rotary_base, weight.device)
+            self.frequency = frequency / (2 * math.pi)  # turns per token
         norms = [layer.query_norm, layer.key_norm]
         self.scales = [norm_pair(norm)[0] for norm in norms if norm is not None]
 
@@ -198,15 +195,16 @@ class _AttentionRows:
         pass
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
-        by = state["length"] if self._plan.ring else None
         for held, name in ((self._keys, "keys"), (self._values, "values")):
-            held[places] = rolled(state[name], by).transpose(1, 2).to(held.dtype)
+            tokens = as_ring(state[name], state["length"], self._plan.kept) if self._plan.ring else state[name]
+            held[places] = tokens.transpose(1, 2).to(held.dtype)
         self._length[places] = state["length"]
 
     def state(self, places: Tensor, block: Block) -> LayerState:
         length = self._length[places]
-        by = -length if self._plan.ring else None
-        keys, values = (rolled(held[places].transpose(1, 2).float(), by) for held in (self._keys, self._values))
+        keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
+        if self._plan.ring:
+            keys, values = (in_order(held, length, self._plan.kept) for held in (keys, values))
         return {"keys": keys, "values": values, "length": length}
 
 
