@@ -102,7 +102,8 @@ def context(
         columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
         columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
         columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
-    title = f"Loss of the same {first.tokens:,} tokens of {first.documents} documents by the true tokens before them"
+    documents = f"{first.documents} document{'' if first.documents == 1 else 's'}"
+    title = f"Loss of the same {first.tokens:,} tokens of {documents} by the true tokens before them"
     table = _table(title, "true tokens", columns)
     table.caption = (
         "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "

@@ -106,7 +106,7 @@ def _score_table(result: "Evaluation", title: str, paper: "Mapping[str, Mapping[
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{escape(title)}: {result.tokens:,} tokens of {result.documents} documents")
+    table = Table(title=f"{escape(title)}: {_amount(result)}")
     for column in ("length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {name}" for name in paper)):
         table.add_column(column, justify="right")
     for row in result.rows:
@@ -115,6 +115,10 @@ def _score_table(result: "Evaluation", title: str, paper: "Mapping[str, Mapping[
         table.add_row("whole" if row.length is None else f"{row.length:,}", *_figures(row), *theirs)
     table.caption = "±: standard error of the loss over documents; per word: perplexity per word."
     return table
+
+
+def _amount(result: "Evaluation") -> str:
+    return f"{result.tokens:,} tokens of {result.documents:,} document{'' if result.documents == 1 else 's'}"
 
 
 def _figures(row: "LengthResult") -> tuple[str, str, str, str]:
@@ -128,7 +132,7 @@ def length_table(results: "dict[str, Evaluation]", title: str) -> "Table":
     from rich.table import Table
 
     first = next(iter(results.values()))
-    table = Table(title=f"{escape(title)}: {first.tokens:,} tokens of {first.documents} documents")
+    table = Table(title=f"{escape(title)}: {_amount(first)}")
     table.add_column("perplexity at", no_wrap=True)
     for row in first.rows:
         table.add_column("whole" if row.length is None else f"{row.length:,}", justify="right", no_wrap=True)
