@@ -7,20 +7,19 @@ import tempfile
 from pathlib import Path
 
 import gss
-from gss.generate import stream_many
+from gss.decode import Request, stream
 
 lm = gss.load()  # the model in the box; or gss.load("runs/books")
 state = lm.read("It was a dark and stormy night, and the old house on the hill")
 
-# Two ways on from the same place, side by side in one batch: each row has its own continuation of the state.
+# Two ways on from the same place, side by side in one batch: each request continues from the state.
 endings = [" was empty.", " was full of light."]
 prompts = [lm.tokenizer.encode(ending).tolist() for ending in endings]
-rows: list[list[int]] = [[], []]
-for tokens in stream_many(lm.model, prompts, max_tokens=20, seeds=[1, 2], state=state.select([0, 0])):
-    for row, token in zip(rows, tokens, strict=True):
-        if token is not None:
-            row.append(token)
-for ending, row in zip(endings, rows, strict=True):
+requests = [Request(prompt=prompt, max_tokens=20, seed=1 + row, state=state) for row, prompt in enumerate(prompts)]
+rows: dict[Request, list[int]] = {request: [] for request in requests}
+for output in stream(lm.model, requests):
+    rows[output.request] += output.tokens
+for ending, row in zip(endings, rows.values(), strict=True):
     print(f"…{ending}{lm.tokenizer.decode(row)!r}")
 
 # Kept in a file, a quarter as large with int8; what is read on top of it is a new state, and the old one stays.

@@ -90,7 +90,10 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             about = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 about = " ".join(str(after.value.value).split())
-            default = "" if field.value is None else f" = {ast.unparse(field.value)}"
+            given = field.value
+            if isinstance(given, ast.Call) and ast.unparse(given.func) == "limited":
+                given = given.args[0]  # the default; the rest are its limits
+            default = "" if given is None else f" = {ast.unparse(given)}"
             if "default_factory" in default:
                 default = ""
             kind = f"{ast.unparse(field.annotation)}{default}".replace("|", "\\|").replace("'", '"')

@@ -4,7 +4,7 @@
 
 BOOKS holds books-train-*.tar.xz and books-valid.tar.xz (train/*.txt and valid/*.txt inside), or is such a folder of
 text. In turn: unpack, train the vocabulary, tokenise, time a few steps with and without torch.compile, train as many
-steps of the recipe `box` as fit into what is left of the time, round to bf16, score the rounded model on the held-out
+steps of the recipe `box` as fit into what is left of the time, pack in int8, score the rounded model on the held-out
 books at 512, 4k, 16k and 65k tokens, write the card, print a sample. What WORK holds already is not done again, and a
 run that was cut short goes on: give the same command. A run stopped by the clock is written out too; its card says so.
 
@@ -16,12 +16,14 @@ import argparse
 import json
 import math
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -32,11 +34,12 @@ from typing import Any
 import torch
 
 import gss
+from experiments.box_card import LOOP_TIMES, LOOP_WORDS
 from experiments.box_export import folder_size, write_box, write_card
+from gss.accounting import account
 from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.tokenizer_training import train_tokenizer
 from gss.evaluation import PAPER_LENGTHS, evaluate
-from gss.generate import Sampling, generate
 from gss.io.runs import read_metrics
 from gss.lm import load
 from gss.recipes import recipe_path
@@ -45,6 +48,26 @@ ROOT = Path(__file__).parents[1]
 CONFIG = recipe_path("box")
 PIECES, SAMPLE_BYTES = 8192, 30_000_000
 PROMPT, TEMPERATURE = "It was a dark and stormy night", 0.8  # what `gss generate` samples with
+PROMPTS = (
+    PROMPT,
+    "The old man looked at",
+    "She opened the letter and read",
+    "In the year 1845,",
+    '"My dear sir," said the captain,',
+    "The king of France",
+    "Once upon a time",
+    "He had never before seen",
+    "The ship was",
+    "Chapter I",
+    "On the morning of the third day",
+    "There was no doubt that",
+    "The doctor shook his head",
+    "Two women were walking",
+    "London, in those days,",
+    "I was born in",
+)
+COOL, TOKENS = 0.6, 150
+"""How the texts that are looked through for blank lines and loops are sampled."""
 PROBE_STEPS = 60
 # Seconds kept for what follows training: rounding, scoring five million tokens at four lengths, the card.
 AFTER_TRAINING = 75.0
@@ -52,10 +75,12 @@ AFTER_TRAINING = 75.0
 CAUTION = 0.93
 TRIAL_DOCUMENTS, TRIAL_STEPS = 6, 12
 TRIAL = [
-    "model.width=32",
-    "model.gate_width=64",
-    "model.channels=8",
+    "model.width=64",
+    "model.depth=3",
     "model.feedforward_width=64",
+    "model.attention.heads=2",
+    "model.matrix_state.heads=2",
+    "model.matrix_state.value_width=32",
     "model.state_space.modes=8",
     "length=256",
     "batch_tokens=1024",
@@ -230,7 +255,7 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
 def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> dict[str, Any]:
     """What the rounded model scores at each length that the books reach, and what rounding has cost."""
     lengths, most, beside = (PAPER_LENGTHS, None, 1 << 17) if not trial else ((128, 512), 8192, 4096)
-    model = load(box, device=device).model
+    model = load(box, device=device, weights="fp32").model
     reached = [length for length in lengths if length <= held_out.lengths.max()]
     result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside, precision="fp32")
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
@@ -253,6 +278,21 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> 
     }
 
 
+def samples(lm: gss.LM, tokens: int = TOKENS) -> dict[str, Any]:
+    """How many continuations of PROMPTS run into blank lines or into a loop."""
+    texts = [lm.generate(prompt, max_tokens=tokens, temperature=COOL, seed=i) for i, prompt in enumerate(PROMPTS)]
+    blank = sum(re.search(r"(\n\s*){5}", text) is not None for text in texts)
+    loops = sum(map(in_a_loop, texts))
+    return {"texts": len(texts), "tokens": tokens, "temperature": COOL, "blank": blank, "loops": loops}
+
+
+def in_a_loop(text: str) -> bool:
+    """Whether the same few words stand in the text again and again."""
+    words = text.split()
+    runs = Counter(tuple(words[i : i + LOOP_WORDS]) for i in range(len(words) - LOOP_WORDS + 1))
+    return max(runs.values(), default=0) >= LOOP_TIMES
+
+
 def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], minutes: float) -> dict[str, Any]:
     """All that the card says, from the run's own files, but the scores and the sample."""
     model, tokenizer, step, _ = load(arguments.out)
@@ -265,7 +305,8 @@ def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], mi
     kinds = model.config.layers
     on_gpu = torch.cuda.is_available() and not arguments.trial
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weights": "int8",
+        "parameters": account(model.config).parameters,
         "layers": ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
         + f", width {model.config.width}",
         "vocabulary": f"{tokenizer.kind}, {tokenizer.vocab_size:,} pieces, lossless, hash `{tokenizer.hash[:16]}`",
@@ -330,8 +371,9 @@ def main() -> None:
     known = facts(arguments, data, decided, minutes)
     known |= score(box, run, open_dataset(data, "valid"), device, arguments.trial)
     clock.say("scored")
-    model, tokenizer, *_ = load(box)
-    text = generate(model, tokenizer, PROMPT, max_tokens=200, sampling=Sampling(temperature=TEMPERATURE))
+    lm = load(box)
+    text = lm.generate(PROMPT, max_tokens=200, temperature=TEMPERATURE)
+    known["samples"] = samples(lm, 10 if arguments.trial else TOKENS)
     known["sample"] = {"prompt": PROMPT, "temperature": TEMPERATURE, "seed": 0, "text": PROMPT + text}
     known["bytes"] = folder_size(box)  # the card and its figures, a few kB, are not written yet
     write_card(box, known)

@@ -24,6 +24,9 @@ FIELDS = (
 )
 """What must be known to write a card."""
 
+LOOP_WORDS, LOOP_TIMES = 4, 4
+"""A text runs in a loop where this many words in a row stand in it this many times."""
+
 
 def card(facts: Mapping[str, Any]) -> str:
     """The text of card.md; ValueError names what is missing."""
@@ -32,6 +35,7 @@ def card(facts: Mapping[str, Any]) -> str:
         raise ValueError(f"the card needs {', '.join(missing)}: measure them first")
     data, training, held_out, rounding = facts["data"], facts["training"], facts["held_out"], facts["rounding"]
     lengths = [f"{row['length']:,}" if row["length"] else "whole books" for row in facts["scores"]]
+    kind = facts.get("weights", "bf16")
     scores = [
         _row("tokens of context", *lengths),
         _row(*["---"] * (len(lengths) + 1)),
@@ -47,7 +51,7 @@ def card(facts: Mapping[str, Any]) -> str:
     )
     rows = {
         "parameters": f"{facts['parameters']:,}; {facts['layers']}",
-        "weights and vocabulary": f"{facts['bytes']:,} bytes: matrices in bf16, the rest in float32",
+        "weights and vocabulary": f"{facts['bytes']:,} bytes: matrices in {kind}, the rest in float32",
         "vocabulary": facts["vocabulary"],
         "trained on": f"{data['what']}: {data['documents']:,} documents, {data['bytes']:,} bytes, "
         f"{data['tokens']:,} tokens, hash `{data['hash'][:16]}`",
@@ -60,10 +64,19 @@ def card(facts: Mapping[str, Any]) -> str:
     }
     table = "\n".join(_row(what, value) for what, value in rows.items())
     measured = "\n".join(scores)
+    family = "GSS2" if "gss2" in facts["layers"] else "GSS-Hybrid"
+    tried = facts.get("samples")
+    written = (
+        f"\n\nOf {tried['texts']} texts of {tried['tokens']} tokens at temperature {tried['temperature']:g}, "
+        f"{tried['blank']} have five or more line breaks in a row and {tried['loops']} run in a loop (the same\n"
+        f"{LOOP_WORDS} words {LOOP_TIMES} times or more)."
+        if tried
+        else ""
+    )
     quoted = "\n".join(f"> {line}".rstrip() for line in facts["sample"]["text"].splitlines())
     return f"""# The model in the box
 
-A GSS-Hybrid language model that writes in the manner of old books. It comes with `gss` and is used where no run is
+A {family} language model that writes in the manner of old books. It comes with `gss` and is used where no run is
 named: `gss generate --prompt "…"`, `gss serve`, `gss.load()`.
 
 | | |
@@ -77,8 +90,8 @@ the weights as they ship, computed in float32:
 
 {measured}
 
-Rounding the matrices to bf16 took perplexity at {rounding["length"]:,} tokens from {rounding["before"]:.3f} to
-{rounding["after"]:.3f} ({rounding["tokens"]:,} tokens).
+Rounding the matrices to {kind} took perplexity at {rounding["length"]:,} tokens from {rounding["before"]:.3f} to
+{rounding["after"]:.3f} ({rounding["tokens"]:,} tokens).{written}
 
 ## Data
 

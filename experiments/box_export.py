@@ -1,24 +1,18 @@
-"""From a run to a folder that ships: the newest weights with matrices in bf16, the vocabulary, no optimizer.
+"""From a run to a folder that ships: the newest weights with matrices in int8, the vocabulary, no optimizer.
 
 The result is a run folder, so that everything that reads runs reads it: `gss.load`, the commands, `gss export`.
-State-space parameters, norms and biases stay in float32: they are 1.5% of a model of the box's size, and the rates
-and frequencies among them stand in exponents, where bf16's 8 bits would move a mode's phase by a radian in a few
-hundred tokens.
+State-space parameters, norms and biases stay in float32: they are few, and the rates and frequencies among them stand
+in exponents.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from experiments.box_card import card
-from gss.io.checkpoint import save
-from gss.io.files import read_json, require_new, write_file, write_json, written_folder
-from gss.lm import load
-from gss.model import LanguageModel
-from gss.training.optim import DECAYED, EMBEDDING, TABLE, group_of_parameters
+from gss.io.files import write_file
+from gss.lm import load, quantize_run
 
 MOST_BYTES = 16_000_000
 """All files of the folder together may not be larger."""
@@ -26,27 +20,17 @@ CARD, FACTS = "card.md", "box.json"
 """The card for people, and the figures that it is made from."""
 
 
-def rounded(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's weights as they ship: matrices in bf16, all else as it is."""
-    matrices = {name for name, group in group_of_parameters(model).items() if group in (DECAYED, TABLE, EMBEDDING)}
-    return {
-        name: tensor.to(torch.bfloat16) if name in matrices else tensor for name, tensor in model.state_dict().items()
-    }
-
-
-def write_box(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
+def write_box(run: str | Path, out: str | Path, *, step: int | None = None, weights: str = "int8") -> Path:
     """Write the model of a run to a new or empty folder, whole or not at all; the card comes with `write_card`."""
-    source, target = Path(run), Path(out)
-    require_new(target)
-    model, tokenizer, step, _ = load(source, step=step)
+    tokenizer = load(run, step=step).tokenizer
     if not tokenizer.lossless:
-        raise ValueError(f"the vocabulary of {source} loses {', '.join(tokenizer.losses)}: the box has a lossless one")
-    with written_folder(target) as aside:
-        save(aside / "checkpoints", step, {"model": rounded(model)}, {"step": step, "box": True})
-        tokenizer.save(aside / "tokenizer")
-        _copy_json(source / "config.json", aside / "config.json", without=())
-        _copy_json(source / "data.json", aside / "data.json", without=("folder",))  # a path of the training machine
-        check_size(aside)
+        raise ValueError(f"the vocabulary of {run} loses {', '.join(tokenizer.losses)}: the box has a lossless one")
+    target = quantize_run(run, out, weights, step=step)
+    try:
+        check_size(target)
+    except ValueError:
+        shutil.rmtree(target)
+        raise
     return target
 
 
@@ -73,8 +57,3 @@ def check_size(folder: str | Path) -> None:
             f"the box would have {size:,} bytes, more than the {MOST_BYTES:,} that it may have: "
             "take a smaller model or vocabulary"
         )
-
-
-def _copy_json(source: Path, target: Path, without: tuple[str, ...]) -> None:
-    if source.is_file():
-        write_json(target, {name: value for name, value in read_json(source).items() if name not in without})

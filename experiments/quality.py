@@ -1,21 +1,27 @@
 """Models of one size on the same tokens: trained with `gss.train`, scored document by document, compared in pairs.
 
-    python -m experiments.quality CORPUS --systems llama-small,gss2-small+optimizer.learning_rate=1.28e-2 \\
-        --out quality.json [--work runs/quality] [--workers 3] [--seconds 560] [--set steps=800]
+    python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
+        [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
-CORPUS is a folder of `gss prepare` with the splits train and valid. A system is a preset or a peer of
-`fla_layers.PEERS`, and `+key=value` for what it has otherwise. Settings are chosen on every other held-out document
-(`choose`) and reported on the rest (`report`); the table pairs every system with the first. What is in --out is not run
-again, and what the time did not suffice for goes on from its last checkpoint with the same --work. A model that attends
-to everything is scored beyond its training length with a sliding window of that length: it knows no farther positions.
+PLAN is a text file with a run per line, the most important first: a corpus and a system; `#` begins a remark.
+DATA/CORPUS is a folder of `gss prepare` with the splits train and valid. A system is a preset or a peer of
+`fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
+is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work.
+
+Settings are chosen on every other held-out document (`choose`) and reported on the rest (`report`), with ratios paired
+over documents. A model that attends to everything is scored beyond its training length with a sliding window of that
+length: it knows no farther positions.
 """
 
 import argparse
 import datetime
 import json
 import math
+import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import fla_layers
 from experiments.compare import paired_ratio
-from gss.io.files import write_json
+from experiments.side_by_side import shared_gpu
+from gss.io.files import write_file
 
 if TYPE_CHECKING:
     from gss.data import Dataset
@@ -47,11 +54,27 @@ RECIPE = {
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 LENGTHS = (512, 4096, 16_384, 65_536)
+STOPPED = 128 + signal.SIGTERM
+_SAVING_SECONDS, _WORTH_STARTING_SECONDS = 15.0, 45.0
 Documents = list[tuple[float, int]]
 
 
-def measure(system: str, corpus: str, work: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """Train a system, or go on training it, and score it."""
+def parsed(text: str) -> list[tuple[str, str]]:
+    """The corpora and systems of a plan, in order; ValueError names a line that is neither."""
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if len(words) not in (0, 2):
+            raise ValueError(f"line {number}: write CORPUS SYSTEM, not {line.strip()!r}")
+        if words:
+            lines.append((words[0], words[1]))
+    return lines
+
+
+def measure(system: str, corpus: Path, work: Path, changes: Sequence[str]) -> dict[str, Any] | None:
+    """Train a system, or resume training it, and score it; None where a signal stopped it."""
+    import torch
+
     import gss
     from gss.data import open_dataset
     from gss.io.runs import read_metrics
@@ -65,10 +88,11 @@ def measure(system: str, corpus: str, work: Path, changes: Sequence[str]) -> dic
         own = peer + own
     recipe = dict(setting.split("=", 1) for setting in (*(f"{k}={v}" for k, v in RECIPE.items()), *changes, *own))
     held_out = open_dataset(corpus, "valid")
-    folder = work / system.replace("/", "-")
+    folder = work / f"{corpus.name}-{system}".replace("/", "-")
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
-    gss.train(config, corpus, folder, quiet=True)
-    lm = load(folder, device="cuda" if _on_gpu() else "cpu")
+    if gss.train(config, corpus, folder, quiet=True).signal is not None:
+        return None
+    lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
     return {
@@ -94,20 +118,12 @@ def scores(model: "LanguageModel", held_out: "Dataset", trained: int) -> dict[st
     found: dict[str, Documents] = {}
     for length in lengths:
         if length > trained and not model.bounded_state:
-            window = build_model(override(model.config, {"attention.sliding": trained})).to(
-                model.embedding.weight.device
-            )
+            window = build_model(override(model.config, {"attention.sliding": trained}))
             window.load_state_dict(model.state_dict())
-            model = window
+            model = window.to(model.embedding.weight.device)
         row = evaluate(model, held_out, [length], piece=length if whole else min(length, 4096)).rows[0]
         found[str(length)] = [(round(nats, 2), count) for nats, count in row.by_document]
     return found
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def half(documents: Documents, which: str) -> Documents:
@@ -115,105 +131,160 @@ def half(documents: Documents, which: str) -> Documents:
     return documents[0::2] if which == "choose" else documents[1::2]
 
 
-def table(results: Sequence[dict[str, Any]], which: str) -> str:
-    """Perplexity by length, and each system's in terms of the first one's."""
-    lines = [f"perplexity on the documents to {which}; in brackets, times the first system's"]
+def perplexity(result: dict[str, Any], which: str, length: int = 4096) -> float | None:
+    """Of one half of the documents; None where that length was not scored."""
+    documents = half(result["documents"].get(str(length), []), which)
+    return math.exp(sum(nats for nats, _ in documents) / sum(count for _, count in documents)) if documents else None
+
+
+def mean_documents(runs: Sequence[dict[str, Any]], length: int) -> Documents:
+    """Nats and targets of each document, as the mean over runs that differ in their seed."""
+    by_document = zip(*(run["documents"][str(length)] for run in runs), strict=True)
+    return [(statistics.mean(nats for nats, _ in scored), scored[0][1]) for scored in by_document]
+
+
+def without_seed(system: str) -> str:
+    """What two runs that differ in their seed alone have in common."""
+    return "+".join(part for part in system.split("+") if not part.startswith("seed="))
+
+
+def grouped(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs that differ in their seed alone, together; the best on the documents to choose first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        cells = []
-        for length, documents in result["documents"].items():
-            own = half(documents, which)
-            perplexity = math.exp(sum(nats for nats, _ in own) / sum(count for _, count in own))
-            first = results[0]["documents"].get(length)
-            ratio = paired_ratio(own, half(first, which)) if first and result is not results[0] else None
-            paired = f" ({ratio.ratio:.4f} ± {ratio.standard_error:.4f})" if ratio else ""
-            cells.append(f"{length}: {perplexity:.3f}{paired}")
-        size = f"{result['parameters'] / 1e6:.1f}M, {result['tokens_per_second']:,} tokens per second"
-        lines.append(f"{result['system']}: {size}\n    " + "\n    ".join(cells))
+        groups.setdefault(without_seed(result["system"]), []).append(result)
+    length = 4096 if any("4096" in result["documents"] for result in results) else 512
+    return sorted(groups.values(), key=lambda runs: _mean([perplexity(run, "choose", length) for run in runs]))
+
+
+def table(corpus: str, results: Sequence[dict[str, Any]], which: str = "report") -> str:
+    """Markdown: perplexity by length, ± over seeds, beside the Llama that is best on the documents to choose."""
+    groups = grouped(results)
+    llama = next((runs for runs in groups if runs[0]["system"].startswith("llama")), groups[0])
+    scored = [length for length in LENGTHS if any(str(length) in run["documents"] for run in results)]
+    beside = 4096 if 4096 in scored else scored[0]
+    lines = [
+        f"| {corpus} | parameters | runs | {' | '.join(f'{n:,}' for n in scored)} | at {beside:,}, times Llama's |",
+        "|---|---:|---:|" + "---:|" * (len(scored) + 1),
+    ]
+    for runs in groups:
+        cells = [_cell([perplexity(run, which, length) for run in runs]) for length in scored]
+        pair = paired_ratio(*(half(mean_documents(group, beside), which) for group in (runs, llama)))
+        ratio = "1" if runs is llama else f"{pair.ratio:.3f} ± {pair.standard_error:.3f}"
+        size = f"{runs[0]['parameters'] / 1e6:.1f}M"
+        lines.append(f"| {_label(runs[0])} | {size} | {len(runs)} | {' | '.join(cells)} | {ratio} |")
     return "\n".join(lines)
 
 
 def page(folder: Path = RESULTS) -> str:
-    """Markdown: a table for each corpus of kept results, beside the Llama that is best on the documents to choose."""
+    """Markdown: a table for each corpus of kept results."""
     tables = []
     for path in sorted(folder.glob("*.json")):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        results = sorted(kept["results"], key=lambda result: _perplexity(result, "choose"))
-        llama = next((result for result in results if result["system"].startswith("llama")), results[0])
-        lines = [
-            f"| {path.stem} | parameters | {' | '.join(f'{n:,}' for n in LENGTHS)} | at 4,096, times Llama's |",
-            "|---|---:|" + "---:|" * (len(LENGTHS) + 1),
-        ]
-        for result in results:
-            cells = [_perplexity(result, "report", str(n)) for n in LENGTHS]
-            ratio = paired_ratio(*(half(r["documents"]["4096"], "report") for r in (result, llama)))
-            beside = "1" if result is llama else f"{ratio.ratio:.3f} ± {ratio.standard_error:.3f}"
-            shown = " | ".join("–" if cell is None else f"{cell:.2f}" for cell in cells)
-            lines.append(f"| {_label(result)} | {result['parameters'] / 1e6:.1f}M | {shown} | {beside} |")
-        count = sum(count for _, count in half(llama["documents"]["4096"], "report"))
-        documents = len(half(llama["documents"]["4096"], "report"))
-        where = f"{kept['hardware']}, {kept['date']}, commit {kept['commit']}: `{kept['command']}`."
-        tables.append("\n".join([*lines, "", f"Scored on {count:,} tokens of {documents} documents. {where}"]))
+        results = json.loads(path.read_text(encoding="utf-8"))
+        report = half(next(iter(results[0]["documents"].values())), "report")
+        where = sorted({f"{run['hardware']}, {run['date']}, commit {run['commit']}" for run in results})
+        about = (
+            f"Scored on {sum(count for _, count in report):,} tokens of {len(report)} documents. {'; '.join(where)}."
+        )
+        tables.append(f"{table(path.stem, results)}\n\n{about}")
     return "\n\n".join(tables)
 
 
-def _perplexity(result: dict[str, Any], which: str, length: str = "4096") -> Any:
-    documents = half(result["documents"].get(length, []), which)
-    return math.exp(sum(nats for nats, _ in documents) / sum(count for _, count in documents)) if documents else None
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else math.inf
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.2f}{spread}"
 
 
 def _label(result: dict[str, Any]) -> str:
     """A system by its preset and what it has that is not the common recipe's."""
-    name, *changes = result["system"].split("+")
-    own = [change.removeprefix("model.") for change in changes if change.split("=")[0] not in RECIPE]
+    name, *changes = without_seed(result["system"]).split("+")
+    own = [change.removeprefix("model.") for change in changes if change.split("=")[0] != "optimizer.learning_rate"]
     rate = result["settings"]["optimizer.learning_rate"]
     return f"`{name}`, {', '.join([f'rate {rate}', *(f'`{change}`' for change in own)])}"
+
+
+class Runs:
+    """The runs of a plan, several at a time, within a given time."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.deadline = time.monotonic() + given.seconds
+        self.lock = threading.Lock()
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self.about = {"hardware": given.hardware, "date": today, "commit": given.commit}
+
+    def kept(self, corpus: str) -> list[dict[str, Any]]:
+        path = self.given.out / f"{corpus}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+    def one(self, corpus: str, system: str) -> None:
+        """One run in a process of its own; its result is kept at once."""
+        left = self.deadline - time.monotonic()
+        if left < _WORTH_STARTING_SECONDS or any(run["system"] == system for run in self.kept(corpus)):
+            return
+        given = self.given
+        command = [sys.executable, "-m", "experiments.quality", str(given.plan), "--one", corpus, system]
+        command += ["--data", str(given.data), "--work", str(given.work), *(f"--set={each}" for each in given.changes)]
+        started = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            found, errors = process.communicate(timeout=left - _SAVING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                found, errors = process.communicate(timeout=_SAVING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                found, errors = process.communicate()
+        said = "done" if process.returncode == 0 else f"status {process.returncode}: {errors[-600:]}"
+        if process.returncode == 0:
+            with self.lock:
+                result = {**json.loads(found.splitlines()[-1]), **self.about}
+                rows = [json.dumps(run) for run in (*self.kept(corpus), result)]
+                write_file(given.out / f"{corpus}.json", "[\n" + ",\n".join(rows) + "\n]\n")
+        print(f"{corpus} {system}: {said} after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus")
-    parser.add_argument("--systems", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--hardware", default="a CPU")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--one", action="store_true", help="be the process of one system")
+    parser.add_argument("--one", nargs=2, metavar=("CORPUS", "SYSTEM"), help="be the process of one run")
     given = parser.parse_args(arguments)
     if given.one:
-        print(json.dumps(measure(given.systems, given.corpus, given.work, given.changes)))
+        corpus, system = given.one
+        result = measure(system, given.data / corpus, given.work, given.changes)
+        if result is None:
+            sys.exit(STOPPED)
+        print(json.dumps(result))
         return
-    results = json.loads(given.out.read_text())["results"] if given.out.is_file() else []
-    deadline = time.monotonic() + given.seconds
-    done = {result["system"] for result in results}
-    wanted = [system for system in given.systems.split(",") if system not in done]
-
-    command = f"python -m experiments.quality CORPUS --systems {given.systems} --workers {given.workers}"
-    command += "".join(f" --set {change}" for change in given.changes)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = {"hardware": given.hardware, "date": today, "commit": given.commit, "command": command}
-
-    def work(system: str) -> None:
-        command = [sys.executable, "-m", "experiments.quality", given.corpus, "--systems", system, "--one"]
-        command += ["--out", str(given.out), "--work", str(given.work), *(f"--set={each}" for each in given.changes)]
-        try:
-            left = max(1.0, deadline - time.monotonic())
-            found = subprocess.run(command, stdout=subprocess.PIPE, timeout=left, check=True, text=True).stdout
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(f"{system}: {type(error).__name__}", flush=True)
-            return
-        results.append(json.loads(found.splitlines()[-1]))
-        write_json(given.out, about | {"results": results})
-
-    with ThreadPoolExecutor(given.workers) as pool:
-        list(pool.map(work, wanted))
-    order = {system: index for index, system in enumerate(given.systems.split(","))}
-    shown = sorted((r for r in results if r["system"] in order), key=lambda r: order[r["system"]])
-    for which in ("choose", "report"):
-        print(table(shown, which))
+    plan = parsed(given.plan.read_text(encoding="utf-8"))
+    runs = Runs(given)
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.work.mkdir(parents=True, exist_ok=True)
+    with shared_gpu(given.work), ThreadPoolExecutor(given.workers) as pool:
+        list(pool.map(lambda line: runs.one(*line), plan))
+    for corpus in dict.fromkeys(corpus for corpus, _ in plan):
+        if results := runs.kept(corpus):
+            print(f"to choose from:\n{table(corpus, results, 'choose')}\nto report:\n{table(corpus, results)}\n")
+    missing = [f"{c} {s}" for c, s in plan if not any(run["system"] == s for run in runs.kept(c))]
+    print(f"{len(plan) - len(missing)} of {len(plan)} runs are done", *missing, sep="\n  ")
 
 
 if __name__ == "__main__":

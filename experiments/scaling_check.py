@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gss
 from gss import pieces
-from gss.bench.results import command_line, hardware, source_commit, versions
+from gss.bench.results import provenance
 from gss.nn.context import Context
 
 CASES = (("gss-tiny", 4096), ("gss-tiny", 16_384), ("gss-hybrid-tiny", 16_384))
@@ -111,5 +111,5 @@ def measure(repeats: int) -> dict[str, Any]:
         torch.multiprocessing.spawn(_rank, (Path(folder), repeats), nprocs=2)
         found = json.loads((Path(folder) / "found").read_text())
     cpu = torch.device("cpu")
-    facts = {"command": command_line(), "commit": source_commit(), "hardware": hardware(cpu), "versions": versions()}
+    facts = provenance(cpu)
     return {**facts, **found}

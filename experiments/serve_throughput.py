@@ -4,7 +4,7 @@
 
 A server is started as a user starts it, and clients in this process keep a number of requests under way, each for the
 same number of tokens after a prompt of its own, over plain HTTP: answers in one, and streamed. Between their turns
-`gss.generate.stream_many` produces as many tokens for as many prompts side by side in this process, with as many
+`gss.decode.stream` produces as many tokens for as many prompts side by side in this process, with as many
 threads as the server's model has. The three take turns, and the median of the rounds counts.
 """
 
@@ -29,7 +29,7 @@ import gss
 from gss.bench.results import command_line
 from gss.config import to_mapping
 from gss.data import load_tokenizer
-from gss.generate import Sampling, stream_many
+from gss.decode import Request, Sampling, stream
 from gss.io.checkpoint import save
 
 PROMPT = 32
@@ -55,11 +55,11 @@ def prompts(streams: int, draw: random.Random) -> list[list[int]]:
 def bare(model: gss.LanguageModel, streams: int, tokens: int, sampling: Sampling, draw: random.Random) -> float:
     """Tokens a second of generation by itself."""
     started = time.perf_counter()
-    seeds = list(range(streams))
-    count = sum(
-        len(row)
-        for row in stream_many(model, prompts(streams, draw), max_tokens=tokens, sampling=sampling, seeds=seeds)
-    )
+    requests = [
+        Request(prompt=prompt, max_tokens=tokens, sampling=sampling, seed=seed)
+        for seed, prompt in enumerate(prompts(streams, draw))
+    ]
+    count = sum(len(output.tokens) for output in stream(model, requests))
     assert count == streams * tokens
     return count / (time.perf_counter() - started)
 

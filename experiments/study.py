@@ -21,7 +21,6 @@ import torch
 
 from experiments.deadline import deadline
 from experiments.studies import STUDIES
-from gss.bench.results import command_line
 from gss.config import parse_assignments
 from gss.data import open_dataset
 from gss.data.shards import COLUMNS
@@ -132,12 +131,14 @@ def main() -> None:
         evaluate_tokens=arguments.evaluate_tokens,
         changes=parse_assignments(arguments.set),
     )
-    noted: dict[str, Any] = {"command": command_line(), "shared": arguments.shared}
+    noted: dict[str, Any] = {"shared": arguments.shared}
     noted |= {"commit": arguments.commit} if arguments.commit else {}
     noted |= {"tokens_per_second": None} if arguments.shared else {}
     options: dict[str, Any] = {"work": arguments.work, "device": arguments.device, "quiet": True}
     with deadline(arguments.seconds):
-        outcome = reproduce(target, trials, arguments.out, noted=noted, more=studied, say=print, **options)
+        outcome = reproduce(
+            target, trials, arguments.out, more=lambda *given: {**studied(*given), **noted}, say=print, **options
+        )
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {reason}")
     print(f"not done: {', '.join(trial.name for trial in outcome.left)}" if outcome.left else "done")

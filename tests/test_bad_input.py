@@ -73,7 +73,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"channels": 0}, "channels must be a whole number of at least 1, not 0"),
+        ({"channels": 0}, "channels must be at least 1, not 0"),
         ({"width": -4}, "width must be"),
         ({"depth": 0}, "depth must be"),
         ({"vocab_size": 0}, "vocab_size must be"),
@@ -82,7 +82,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"attention.heads": 7}, "7 heads do not divide a width of 128"),
         ({"attention.head_width": 0}, "head_width must be"),
         ({"attention.chunk": -1}, "chunk must be"),
-        ({"attention.window": 0}, "window must be a whole number of at least 1, not 0"),
+        ({"attention.window": 0}, "window must be at least 1, not 0"),
         ({"recurrent.vectors": 0}, "vectors must be"),
         ({"recurrent.gate": "gru"}, "gate cannot be 'gru'; choose from: fixed, lstm"),
         ({"recurrent.layout": "dual"}, "layout cannot be 'dual'; choose from: skip, single"),

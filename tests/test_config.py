@@ -6,12 +6,21 @@ import pytest
 
 import gss
 from gss.config import ModelConfig, from_mapping, override, parse_assignments, read_toml, to_mapping
+from gss.presets import preset
+from gss.training import TrainConfig
 
 
 @pytest.mark.parametrize("name", gss.PRESETS)
 def test_round_trip_through_json(name: str) -> None:
     config = gss.preset(name)
     assert from_mapping(ModelConfig, json.loads(json.dumps(to_mapping(config)))) == config
+
+
+def test_settings_that_only_fit_together_may_come_in_any_order() -> None:
+    settings = {"model.width": 64, "model.attention.heads": 2, "length": 32, "batch_tokens": 96}
+    for order in (settings, dict(reversed(settings.items()))):
+        config = override(TrainConfig(model=preset("llama-small", width=384, attention={"heads": 6})), order)
+        assert (config.model.width, config.model.attention.heads, config.rows) == (64, 2, 3)
 
 
 def test_overrides_reach_nested_fields() -> None:

@@ -1,19 +1,34 @@
 """Generation: greedy equals teacher forcing, sampling does what its options say, text comes in whole characters."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 import gss
 import gss.decode.sampler
+from gss import decode
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
-from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_many, stream_texts
+from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_texts
 from gss.io.states import load_state, save_state
+from gss.ops import cpu, fast
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)
+
+
+def side_by_side(
+    model: gss.LanguageModel, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any
+) -> list[list[int]]:
+    """The continuations of prompts that are in one batch."""
+    places = seeds or [0] * len(prompts)
+    requests = [decode.Request(prompt=p, seed=s, **options) for p, s in zip(prompts, places, strict=True)]
+    rows: dict[decode.Request, list[int]] = {request: [] for request in requests}
+    for output in decode.stream(model, requests):
+        rows[output.request] += output.tokens
+    return list(rows.values())
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -39,12 +54,10 @@ def test_goes_on_from_a_state() -> None:
     after = list(stream(model, question, max_tokens=10, sampling=GREEDY, state=state))
     assert after == list(stream(model, context + question, max_tokens=10, sampling=GREEDY))
     questions = [question, [7, 8, 9], [3]]
-    rows = list(stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=state.select([0, 0, 0])))
-    for row, asked in enumerate(questions):
-        alone = list(stream(model, context + asked, max_tokens=10, sampling=GREEDY))
-        assert [tokens[row] for tokens in rows] == alone
-    with pytest.raises(ValueError, match="the state is of 1 sequences and there are 3 prompts"):
-        list(stream_many(model, questions, max_tokens=10, state=state))
+    rows = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=state)
+    assert rows == [list(stream(model, context + asked, max_tokens=10, sampling=GREEDY)) for asked in questions]
+    with pytest.raises(ValueError, match="the state is of 3 sequences, the input of 1"):
+        side_by_side(model, questions, max_tokens=10, state=state.select([0, 0, 0]))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -53,22 +66,18 @@ def test_ragged_batches_give_what_each_prompt_gives_alone(family: str) -> None:
     draw = random.Random(0)
     for _ in range(25):
         prompts = [[draw.randrange(61) for _ in range(draw.randint(1, 20))] for _ in range(draw.randint(2, 5))]
-        rows = list(stream_many(model, prompts, max_tokens=8, sampling=GREEDY))
-        for row, prompt in enumerate(prompts):
-            assert [tokens[row] for tokens in rows] == list(stream(model, prompt, max_tokens=8, sampling=GREEDY))
+        rows = side_by_side(model, prompts, max_tokens=8, sampling=GREEDY)
+        assert rows == [list(stream(model, prompt, max_tokens=8, sampling=GREEDY)) for prompt in prompts]
 
 
 def test_sampled_rows_draw_from_their_own_seeds() -> None:
     model = gss.build_model(small_config("gss"))
     prompts = [[1, 2, 3], [4], [4]]
-    rows = list(stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7]))
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    assert columns == [list(stream(model, p, max_tokens=20, seed=s)) for p, s in zip(prompts, [5, 6, 7], strict=True)]
-    eos = columns[0][3]
-    ended = [row[0] for row in stream_many(model, prompts, max_tokens=20, seeds=[5, 6, 7], eos_id=eos)]
-    first = columns[0].index(eos)
-    assert ended[:first] == columns[0][:first]
-    assert set(ended[first:]) <= {None}
+    rows = side_by_side(model, prompts, seeds=[5, 6, 7], max_tokens=20)
+    assert rows == [list(stream(model, p, max_tokens=20, seed=s)) for p, s in zip(prompts, [5, 6, 7], strict=True)]
+    eos = rows[0][3]
+    ended = side_by_side(model, prompts, seeds=[5, 6, 7], max_tokens=20, eos_id=eos)
+    assert ended[0] == rows[0][: rows[0].index(eos)]
 
 
 def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
@@ -76,12 +85,11 @@ def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
     context = torch.randint(0, 61, (1, 40))
     _, state = read(model, context)
     save_state(state, tmp_path / "context.safetensors")
-    kept = load_state(tmp_path / "context.safetensors").select([0, 0])
+    kept = load_state(tmp_path / "context.safetensors")
     questions = [[5, 6], [7, 8]]
-    answers = list(zip(*stream_many(model, questions, max_tokens=10, sampling=GREEDY, state=kept), strict=True))
+    answers = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=kept)
     for question, answer in zip(questions, answers, strict=True):
-        whole = context[0].tolist() + question
-        assert list(answer) == list(stream(model, whole, max_tokens=10, sampling=GREEDY))
+        assert answer == list(stream(model, context[0].tolist() + question, max_tokens=10, sampling=GREEDY))
     (tmp_path / "other").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="does not hold a model's state"):
         load_state(tmp_path / "other")
@@ -141,13 +149,42 @@ def test_a_draw_is_its_seeds_and_positions_alone(monkeypatch: pytest.MonkeyPatch
     for row, settings in enumerate(rows):
         alone = Sampler(500, logits.device, [settings]).draw(logits[:1], position[:1])
         assert alone.tokens.tolist() == [together[row]]
-    monkeypatch.setattr(gss.decode.sampler, "_CANDIDATES", 500)
-    assert Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist() == together
+    for candidates in (256, 500):  # by torch's operations, where a CPU has a C function too
+        monkeypatch.setattr(gss.decode.sampler, "_CANDIDATES", candidates)
+        with fast.disabled():
+            assert Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist() == together
     flat = torch.zeros(2, 500)
     for seeds in ((3, 3 + 2**32), (2**63, 0), (-1, 2**32 - 1)):
         pair = Sampler(500, flat.device, [Settings(Sampling(), seed) for seed in seeds])
         draws = torch.stack([pair.draw(flat, torch.tensor([at, at])).tokens for at in range(100)])
         assert (draws[:, 0] == draws[:, 1]).sum() < 5
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
+def test_the_c_function_draws_what_torch_draws(spread: float) -> None:
+    kinds = [Sampling(), GREEDY, Sampling(temperature=1e-308), Sampling(repetition_penalty=1.3)]
+    kinds += [Sampling(temperature=t, top_k=k) for t, k in ((1.5, 1), (1.0, 40), (0.5, 999))]
+    kinds += [Sampling(temperature=t, top_p=p, min_p=m) for t, p, m in ((0.8, 0.95, None), (2.0, 0.999, 0.01))]
+    kinds += [Sampling(top_k=300, top_p=0.5, repetition_penalty=0.7), Sampling(temperature=0, repetition_penalty=1.5)]
+    rows = [Settings(kind, seed * 2**40 - 5, 3) for seed in range(3) for kind in kinds]
+    own, plain = (Sampler(1001, torch.device("cpu"), rows, [range(90)] * len(rows)) for _ in range(2))
+    for position in torch.arange(6 * len(rows)).view(6, -1):
+        logits = spread * torch.randn(len(rows), 1001)
+        logits[:, 70:75] = logits[:, 600:605] = spread  # equal ones, of which any may be left out
+        given = logits.clone()
+        drawn = own.draw(logits, position)
+        with fast.disabled():
+            expected = plain.draw(logits, position)
+        assert torch.equal(logits, given)
+        if spread:
+            assert drawn.tokens.tolist() == expected.tokens.tolist()
+            assert torch.equal(own.tensors()[2], plain.tensors()[2])
+            assert all(torch.equal(*pair) for pair in zip(drawn.scores, expected.scores, strict=True))
+        else:
+            assert ((drawn.tokens >= 0) & (drawn.tokens < 1001)).all()
+    logits[0, 3], logits[1, 4] = float("nan"), float("inf")
+    assert (own.draw(logits, position).tokens < 0).tolist() == [True, True, *[False] * (len(rows) - 2)]
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"config", "presets"},  # and by name, on first use, what `gss.__all__` lists
     "recipes": {"choices", "config"},
     "paper": set(),
-    "sampling": set(),
+    "sampling": {"choices"},
     "box": set(),
     "ops": {"choices"},
     "nn": {"ops", "config", "choices"},

@@ -7,8 +7,12 @@ its arguments at once.
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import operator
+import typing
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +27,40 @@ def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
     close = [each for each in deep if each.endswith(f".{name}")]
     close = close or difflib.get_close_matches(name, [*known, *deep], 3)
     return f"; did you mean {' or '.join(close)}?" if close else f"; choose from: {', '.join(known)}"
+
+
+_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "ge": ("at least", operator.ge),
+    "gt": ("over", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("under", operator.lt),
+}
+
+
+def limited(default: Any, **limits: float) -> Any:
+    """A field of a configuration whose value has limits, by the names that pydantic has for them: ge, gt, le, lt."""
+    return field(default=default, metadata={"limits": limits})
+
+
+_hints = cache(typing.get_type_hints)
+
+
+def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
+    """Refuse a value outside its field's limits, or not among the choices of its type or those registered here."""
+    owner: Any = type(config)
+    for each in fields(config):
+        name, kind, given = each.name, _hints(owner)[each.name], getattr(config, each.name)
+        limits = each.metadata.get("limits", {})
+        if limits and not (given is None and type(None) in typing.get_args(kind)):
+            if int in (kind, *typing.get_args(kind)) and type(given) is not int:
+                raise ValueError(f"{prefix}{name} must be a whole number, not {given!r}")
+            if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
+                said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
+                raise ValueError(f"{prefix}{name} must be {said}, not {given!r}")
+        choices = registered.get(name, typing.get_args(kind) if typing.get_origin(kind) is Literal else None)
+        for value in given if typing.get_origin(kind) is tuple else (given,):
+            if choices is not None and value not in choices:
+                raise ValueError(f"{prefix}{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 
 
 # Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.

@@ -8,12 +8,12 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, nearest
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, check_fields, limited, nearest
 
 Config = TypeVar("Config")
 
@@ -26,7 +26,7 @@ class StateSpaceConfig:
     64
     """
 
-    modes: int = 512
+    modes: int = limited(512, ge=1)
     """N, complex modes per channel."""
     discretization: str = "zoh"
     """Zero-order hold (the paper) or the bilinear transform (tried there, little difference)."""
@@ -49,8 +49,7 @@ class StateSpaceConfig:
     with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
-        _check_choices(self, discretization=DISCRETIZATIONS)
-        _check_positive(self, "modes")
+        check_fields(self, discretization=DISCRETIZATIONS)
         for name in ("decay_range", "frequency_range", "step_range"):
             bounds = getattr(self, name)
             if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
@@ -74,66 +73,60 @@ class AttentionConfig:
     512
     """
 
-    heads: int = 8
+    heads: int = limited(8, ge=1)
     """Number of heads."""
-    head_width: int | None = None
+    head_width: int | None = limited(None, ge=1)
     """Width of a head. None: the model's width ÷ heads, which must divide it."""
-    chunk: int | None = None
+    chunk: int | None = limited(None, ge=1)
     """None: causal over the whole sequence. A number: the sequence is cut into independent chunks of that many
     tokens, counted from its start (the hybrid's 512)."""
-    sliding: int | None = None
+    sliding: int | None = limited(None, ge=1)
     """A number W: a token of an attention layer sees itself and the W − 1 before it. Not together with `chunk`."""
-    window: int = 512
+    window: int = limited(512, ge=1)
     """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state is updated."""
-    rotary_base: float = 500_000.0
+    rotary_base: float = limited(500_000.0, gt=1)
     """Of the rotations in a model with rotary positions: the slowest pair turns by about 1/base radians per token."""
     qk_norm: bool = False
     """Whether an attention layer normalises queries and keys, each head with one learned scale and the model's norm."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "heads", "window")
-        for name in ("head_width", "chunk", "sliding"):
-            if getattr(self, name) is not None:
-                _check_positive(self, name)
+        check_fields(self)
         if self.chunk is not None and self.sliding is not None:
             raise ValueError("attention is on chunks or on a sliding window: set attention.chunk or attention.sliding")
-        if not self.rotary_base > 1:
-            raise ValueError(f"rotary_base must be over 1, not {self.rotary_base!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixStateConfig:
     """The matrix state of GSS2 layers: `state_space.modes` complex modes × `value_width` values per head."""
 
-    heads: int = 8
+    heads: int = limited(8, ge=1)
     """h, number of heads."""
-    value_width: int = 128
+    value_width: int = limited(128, ge=1)
     """D, values of a head."""
-    taps: int = 4
+    taps: int = limited(4, ge=1)
     """Tokens that the short convolution before the state space sees: the token itself and those just before it."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "heads", "value_width", "taps")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
     """The recurrent state of recurrent and feedback layers; its window is the attention's."""
 
-    vectors: int = 512
+    vectors: int = limited(512, ge=1)
     """S, vectors of the state, each of the model's width."""
     gate: Literal["fixed", "lstm"] = "fixed"
     """How an update is let in: by a learned share per channel, or by gates that look at what was seen."""
     layout: Literal["skip", "single"] = "skip"
     """What makes an update: one dense layer, or a feed-forward that ends in a tanh."""
-    blocks: int = 12
+    blocks: int = limited(12, ge=1)
     """Blocks in a feedback layer, which is a whole stack (`depth` counts such stacks). A recurrent layer is one."""
-    block: int = 10
+    block: int = limited(10, ge=1)
     """Which of a feedback layer's blocks writes the state, counted from 1."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_positive(self, "vectors", "blocks", "block")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,23 +137,23 @@ class ModelConfig:
     ('gss', 'attention', 'gss', 'attention')
     """
 
-    vocab_size: int = 32_000
+    vocab_size: int = limited(32_000, ge=1)
     """Number of token ids."""
-    width: int = 1024
+    width: int = limited(1024, ge=1)
     """E, width of the residual stream."""
-    depth: int = 16
+    depth: int = limited(16, ge=1)
     """Number of layers."""
     pattern: tuple[str, ...] = ("gss",)
     """Kinds of the first layers; repeated until `depth` layers are named. The hybrid is
     ("gss", "attention", "gss", "gss"): attention at layers 2, 6, 10, …"""
-    gate_width: int = 4096
+    gate_width: int = limited(4096, ge=1)
     """F, width of a GSS layer's gate."""
-    channels: int = 256
+    channels: int = limited(256, ge=1)
     """H, channels of a GSS layer's state space. (A DSS layer's has `width` channels.)"""
-    dss_mixers: int = 2
+    dss_mixers: int = limited(2, ge=1)
     """State-space sublayers in a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 is the
     literal reading of its text."""
-    feedforward_width: int = 4096
+    feedforward_width: int = limited(4096, ge=1)
     """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
     feedforward: Literal["plain", "gated"] = "plain"
     """φ(xW₁)·W₃, or gated: (φ(xW₁) ∗ xW₂)·W₃, which with swish is SwiGLU."""
@@ -168,22 +161,22 @@ class ModelConfig:
     """φ of the GSS layer, and the feed-forwards' activation."""
     norm: str = "layernorm"
     """Kind of every norm: with scale and bias, or with scale alone."""
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = limited(1e-6, gt=0)
     """Added to the variance in every norm."""
     bias: bool = True
     """Whether dense layers have biases."""
-    dropout: float = 0.0
+    dropout: float = limited(0.0, ge=0, lt=1)
     """Share of activations dropped in training, at attention's input and the feed-forward's output. For slide, xl,
     recurrent and feedback layers; the others are trained without."""
     positions: Literal["none", "sinusoidal", "rotary"] = "none"
     """How attention learns of order: not at all (state spaces know it), sinusoids added to the embedding (the paper's
     Transformer), or queries and keys that attention layers turn by their positions (Llama)."""
-    embedding_std: float = 1.0
+    embedding_std: float = limited(1.0, gt=0)
     """Standard deviation of the embedding at the start."""
     zero_outputs: bool = False
     """Whether the matrices whose products are added to the residual stream start at zero, so that at first every layer
     passes its input on."""
-    head_scale: float | None = None
+    head_scale: float | None = limited(None, gt=0)
     """The logits are hidden · embeddingᵀ times this. None: 1/√width, of order one with an embedding of order one."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS, GSS2 and DSS layers."""
@@ -195,21 +188,14 @@ class ModelConfig:
     """The recurrent state of recurrent and feedback layers."""
 
     def __post_init__(self) -> None:
-        _check_choices(self, pattern=LAYERS, activation=ACTIVATIONS, norm=NORMS)
-        _check_positive(
-            self, "vocab_size", "width", "depth", "gate_width", "channels", "dss_mixers", "feedforward_width"
-        )
+        check_fields(self, pattern=LAYERS, activation=ACTIVATIONS, norm=NORMS)
         if not self.pattern:
             raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon must be over 0, not {self.norm_epsilon!r}")
         if self.recurrent.block > self.recurrent.blocks:
             raise ValueError(
                 f"recurrent.block is {self.recurrent.block}, outside the stack of "
                 f"recurrent.blocks = {self.recurrent.blocks}: choose one from 1 to {self.recurrent.blocks}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and under 1, not {self.dropout!r}")
         without = [kind for kind in self.kinds if not LAYERS[kind].dropout]
         if self.dropout and without:
             raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
@@ -223,9 +209,6 @@ class ModelConfig:
         head_width = self.attention.head_width or self.width // self.attention.heads
         if self.positions == "rotary" and head_width % 2:
             raise ValueError(f"rotary positions need heads of an even width, not {head_width}")
-        for name, value in {"embedding_std": self.embedding_std, "head_scale": self.head_scale}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be over 0, not {value!r}")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -267,22 +250,25 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     assert not isinstance(config, type)
     kinds = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}  # applied together, so that no order of settings is refused half-way
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if name not in kinds:
             raise ValueError(f"{type(config).__name__} has no field {name!r}{nearest(key, kinds, _dotted(config))}")
-        current = changes.get(name, getattr(config, name))
+        current = getattr(config, name)
         if is_dataclass(current) and not isinstance(value, type(current)):
-            nested = {rest: value} if rest else value
-            if isinstance(nested, str) and hasattr(current, "shorthand"):
-                nested = {current.shorthand: nested}
-            if not isinstance(nested, Mapping):
+            own = {rest: value} if rest else value
+            if isinstance(own, str) and hasattr(current, "shorthand"):
+                own = {current.shorthand: own}
+            if not isinstance(own, Mapping):
                 raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
-            changes[name] = override(current, nested)
+            nested[name] = nested.get(name, {}) | dict(own)
         elif rest:
             raise ValueError(f"{name} has no field {rest!r}: it is a single value")
         else:
             changes[name] = _coerce(name, value, kinds[name])
+    for name, own in nested.items():
+        changes[name] = override(changes.get(name, getattr(config, name)), own)
     return replace(config, **changes)
 
 
@@ -341,21 +327,3 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
     return value
-
-
-def _check_choices(config: Any, **registered: Collection[str]) -> None:
-    """Refuse a value that is not among a Literal field's, or among the registered ones of the fields named here."""
-    hints = typing.get_type_hints(type(config))
-    literals = {name: typing.get_args(kind) for name, kind in hints.items() if typing.get_origin(kind) is Literal}
-    for name, choices in (literals | registered).items():
-        given = getattr(config, name)
-        for value in given if typing.get_origin(hints[name]) is tuple else (given,):
-            if value not in tuple(choices):
-                raise ValueError(f"{name} cannot be {value!r}; choose from: {', '.join(choices)}")
-
-
-def _check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

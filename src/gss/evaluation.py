@@ -8,7 +8,7 @@ the state carried inside it, which is exact, so memory is bounded by the piece a
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,10 @@ class LengthResult:
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(min(self.loss, 700.0))
+
+    def facts(self) -> dict[str, Any]:
+        """The row as plain data, with its perplexity."""
+        return {**asdict(self), "perplexity": self.perplexity}
 
 
 @dataclass(frozen=True)
@@ -139,11 +143,7 @@ def evaluate(
     >>> [row.length for row in result.rows]
     [64, None]
     """
-    if not isinstance(dataset, Dataset):
-        dataset = open_dataset(dataset, split)
-    if not isinstance(model, LanguageModel):
-        require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
-        model = model.model
+    model, dataset = opened(model, dataset, split)
     counts = _selected(dataset, max_tokens)
     _check(lengths, counts, piece, batch_tokens)
     precision = resolved(precision, model)
@@ -165,6 +165,16 @@ def evaluate(
     finally:
         model.train(training)
     return Evaluation(tuple(rows), len(counts), sum(counts), dataset.split)
+
+
+def opened(model: "LM | LanguageModel", dataset: Dataset | str | Path, split: str) -> tuple[LanguageModel, Dataset]:
+    """The model alone, and the data, which must have the model's vocabulary where that is known."""
+    if not isinstance(dataset, Dataset):
+        dataset = open_dataset(dataset, split)
+    if isinstance(model, LanguageModel):
+        return model, dataset
+    require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
+    return model.model, dataset
 
 
 def _selected(dataset: Dataset, max_tokens: int | None) -> list[int]:

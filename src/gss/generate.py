@@ -4,7 +4,6 @@ Greedy or sampled: temperature, top-k, top-p, min-p, a repetition penalty, stop 
 tokenizers and states; nothing of terminals or servers.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,54 +15,7 @@ from gss.decode.request import Finish
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
-__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_many", "stream_text", "stream_texts"]
-
-
-def stream_many(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    sampling: Sampling | None = None,
-    seeds: Sequence[int] | None = None,
-    eos_id: int | None = None,
-    state: ModelState | None = None,
-    precision: str = "auto",
-    speculate: bool = True,
-) -> Iterator[list[int | None]]:
-    """The next token of each prompt's continuation, again and again; None for those that have ended.
-
-    Every row is what it would be alone, whatever is beside it: prompts may have any lengths, and each draws from its
-    own seed. With `state`, of as many sequences, each continues from its own. `precision` is auto, fp32 or bf16
-    (autocast); auto: bf16 on a GPU, else fp32. In bf16 what is beside a row may change its rounding. `speculate` drafts
-    by lookup where that pays, which does not change what is drawn.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-    if state is not None and state.batch != len(prompts):
-        raise ValueError(
-            f"the state is of {state.batch} sequences and there are {len(prompts)} prompts: select its rows"
-        )
-    requests = [
-        Request(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling or Sampling(),
-            seed=seeds[row] if seeds else 0,
-            eos_id=eos_id,
-            state=None if state is None else state.select([row]),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
-    rows = {request: row for row, request in enumerate(requests)}
-    coming: list[deque[int]] = [deque() for _ in requests]
-    going = [True] * len(requests)
-    for output in decode.stream(model, requests, precision, speculate):
-        row = rows[output.request]
-        coming[row].extend(output.tokens)
-        going[row] = output.finish is None
-        while any(coming) and all(tokens or not on for tokens, on in zip(coming, going, strict=True)):
-            yield [tokens.popleft() if tokens else None for tokens in coming]
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_text", "stream_texts"]
 
 
 def stream(
@@ -78,12 +30,20 @@ def stream(
     precision: str = "auto",
     speculate: bool = True,
 ) -> Iterator[int]:
-    """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them."""
-    options: dict[str, Any] = {"sampling": sampling, "seeds": [seed], "eos_id": eos_id, "state": state}
-    options |= {"precision": precision, "speculate": speculate}
-    for (token,) in stream_many(model, [prompt], max_tokens=max_tokens, **options):
-        assert token is not None
-        yield token
+    """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them.
+
+    For several prompts side by side, give `gss.decode.stream` a request for each.
+    """
+    _check_length(max_tokens)
+    options: dict[str, Any] = {"sampling": sampling or Sampling(), "seed": seed, "eos_id": eos_id, "state": state}
+    request = Request(prompt=prompt, max_tokens=max_tokens, **options)
+    for output in decode.stream(model, [request], precision, speculate):
+        yield from output.tokens
+
+
+def _check_length(max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = None) -> list[int]:
@@ -140,8 +100,7 @@ def stream_texts(
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    _check_length(max_tokens)
     if state is not None and "" in prompts:
         raise ValueError("the prompt is empty: with a state, give the text that comes next")
     before = state or first_state(model)

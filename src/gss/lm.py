@@ -15,9 +15,9 @@ from gss.io import checkpoint
 from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
-from gss.model import LanguageModel
+from gss.model import LanguageModel, build_model
 from gss.nn.context import Context
-from gss.nn.quantized import quantize
+from gss.nn.quantized import is_quantized, quantize, unpacked_state
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 from gss.sampling import Sampling, SamplingOptions
@@ -175,7 +175,7 @@ def load(
     Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
     as well. With a `state`, or a file of one, every text starts from there.
     `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
-    does the same once and for all. A model with packed weights cannot be trained.
+    does the same once and for all. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -186,7 +186,10 @@ def load(
     folder = run_folder(run)
     config = read_config(folder)
     model, step = load_model(folder, config, step)
-    if weights is not None:
+    if weights == "fp32" and is_quantized(model):
+        packed, model = model, build_model(model.config).eval()
+        model.load_state_dict(unpacked_state(packed))
+    elif weights not in (None, "fp32"):
         quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
@@ -214,7 +217,8 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
         kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
         write_json(aside / "config.json", kept)
         if (source / "data.json").is_file():
-            write_json(aside / "data.json", read_json(source / "data.json"))
+            seen = read_json(source / "data.json")
+            write_json(aside / "data.json", {name: value for name, value in seen.items() if name != "folder"})
         lm.tokenizer.save(aside / "tokenizer")
         checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})
     return target

@@ -4,11 +4,10 @@ A new option is a field of `Sampling` (and of `SamplingOptions`, for type checke
 `gss.decode.sampler` gives it its effect. Imports no torch, so that a command line can list the options at once.
 """
 
-import operator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-_LIMITS = {"ge": ("at least", operator.ge), "gt": ("over", operator.gt), "le": ("at most", operator.le)}
+from gss.choices import check_fields
 
 
 def _option(default: Any, about: str, served: dict[str, float] | None = None, **limits: float) -> Any:
@@ -33,13 +32,7 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value, limits = getattr(self, option.name), option.metadata["limits"]
-            if value is None and option.default is None:
-                continue
-            if not all(_LIMITS[kind][1](value, limit) for kind, limit in limits.items()):
-                said = " and ".join(f"{_LIMITS[kind][0]} {limit}" for kind, limit in limits.items())
-                raise ValueError(f"{option.name} must be {said}, not {value}")
+        check_fields(self)
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -121,6 +121,23 @@ def test_segments_start_fresh_and_stay_in_their_document() -> None:
     assert batches.batch(0).starts.tolist() == [[True, False, False, False]] * 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_may_begin_with_the_end_of_document_id(way: Way) -> None:
+    """Only the first input of a row that starts fresh changes; a lane goes on as before."""
+    plain, changed = way(numbered([10, 3, 9]), 4, 2, seed=0), way(numbered([10, 3, 9]), 4, 2, seed=0)
+    changed.eos_first = True
+    inside = 0
+    for step in range(plain.steps_per_epoch):
+        before, after = plain.batch(step), changed.batch(step)
+        first = before.starts[:, 0]
+        assert (after.tokens[first, 0] == 0).all()
+        inside += int((before.tokens[first, 0] != 0).sum())
+        assert (after.tokens[~first] == before.tokens[~first]).all()
+        assert (after.tokens[:, 1:] == before.tokens[:, 1:]).all()
+        assert all((getattr(after, name) == getattr(before, name)).all() for name in ("targets", "mask", "starts"))
+    assert inside == 0 if way is Lanes else inside > 0
+
+
 def test_lanes_follow_documents() -> None:
     """Read row by row, step by step, each lane is whole documents one after another, fresh only at their starts."""
     dataset = numbered([(11 * i) % 37 + 1 for i in range(30)])

@@ -1,4 +1,4 @@
-"""Systems on the same tokens: trained, scored by document, paired."""
+"""Systems on the same tokens: trained in a process each, scored by document, paired, resumed."""
 
 import json
 from pathlib import Path
@@ -8,27 +8,60 @@ import pytest
 from experiments import quality
 from gss.data import load_tokenizer, prepare
 
-TINY = ("steps=2", "length=32", "batch_tokens=64", "compile=false", "optimizer.warmup_steps=1")
+TINY = ("steps=2", "length=32", "batch_tokens=64", "compile=false", "optimizer.warmup_steps=1", "device=cpu")
+SMALL = "+model.width=8+model.depth=3+model.feedforward_width=8+model.attention.heads=2"
 
 
-def test_systems_are_paired_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_run_kept_and_tabulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split, count in (("train", 3), ("valid", 4)):
         (tmp_path / "text" / split).mkdir(parents=True)
         for i in range(count):
             (tmp_path / "text" / split / f"{i}.txt").write_text(f"{split} {i} " * (90 + i))
-    prepare([str(tmp_path / "text")], tmp_path / "corpus", load_tokenizer("bytes"))
-    small = ("+model.width=8", "+model.depth=3", "+model.feedforward_width=8", "+model.attention.heads=2")
-    systems = [f"{name}{''.join(small)}" for name in ("llama-tiny", "gss2-tiny")]
-    results = [quality.measure(system, str(tmp_path / "corpus"), tmp_path / "runs", TINY) for system in systems]
-    out = tmp_path / "quality.json"
-    out.write_text(json.dumps({"results": results}))
-    quality.main([str(tmp_path / "corpus"), "--systems", ",".join(systems), "--out", str(out)])
+    prepare([str(tmp_path / "text")], tmp_path / "data" / "small", load_tokenizer("bytes"))
+    systems = [f"{name}{SMALL}" for name in ("llama-tiny", "gss2-tiny", "gss2-tiny+seed=1")]
+    for number, system in enumerate(systems[1:]):  # what a process of its own would print
+        arguments = ["--one", "small", system, "--data", str(tmp_path / "data"), "--work", str(tmp_path / "runs")]
+        quality.main(["plan", *arguments, *(f"--set={each}" for each in TINY)])
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [len(documents) for documents in result["documents"].values()] == [4] * len(result["documents"])
+        results = json.loads((tmp_path / "small.json").read_text()) if number else []
+        kept = [*results, {**result, "hardware": "a CPU", "date": "today", "commit": "this"}]
+        (tmp_path / "small.json").write_text(json.dumps(kept))
+    plan = tmp_path / "plan"
+    plan.write_text("\n".join(f"small {system}  # a remark" for system in systems))
+    common = [str(plan), "--data", str(tmp_path / "data"), "--out", str(tmp_path), "--work", str(tmp_path / "runs")]
+    quality.main([*common, *(f"--set={each}" for each in TINY)])
     printed = capsys.readouterr().out
-    assert [len(documents) for documents in results[0]["documents"].values()] == [4] * len(results[0]["documents"])
-    choose, report = printed.split("documents to report")
-    assert systems[1] in choose
-    assert systems[1] in report
-    assert report.count("±") == len(results[1]["documents"])
-    own = results[0]["documents"]["512"]
-    assert quality.half(own, "choose") + quality.half(own, "report") != own
-    assert sorted(quality.half(own, "choose") + quality.half(own, "report")) == sorted(own)
+    assert f"small {systems[0]}: done" in printed  # the other two were there already
+    assert printed.count(": done") == 1
+    assert "3 of 3 runs are done" in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == ["gss2-tiny", "gss2-tiny", "llama-tiny", "llama-tiny"]
+    assert all("| 2 |" in row and row.count("±") >= 2 for row in rows if "gss2" in row)  # over seeds, and paired
+    assert "4 documents" not in (page := quality.page(tmp_path))
+    assert "of 2 documents. a CPU, " in page
+    assert "a CPU, today, commit this." in page
+    own = result["documents"]["512"]
+    halves = quality.half(own, "choose") + quality.half(own, "report")
+    assert halves != own
+    assert sorted(halves) == sorted(own)
+
+
+def test_what_the_time_does_not_suffice_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("books llama-tiny\n")
+    quality.main(
+        [str(plan), "--data", str(tmp_path), "--out", str(tmp_path), "--work", str(tmp_path), "--seconds", "1"]
+    )
+    assert "0 of 1 runs are done\n  books llama-tiny" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="line 2: write CORPUS SYSTEM"):
+        quality.parsed("books llama-small\nllama-small\n")
+
+
+def test_the_plan_names_systems_that_there_are() -> None:
+    from experiments.fla_layers import PEERS
+    from gss.presets import PRESETS
+
+    plan = quality.parsed((Path(quality.__file__).parent / "quality.plan").read_text())
+    assert len(set(plan)) == len(plan)
+    assert {system.split("+")[0] for _, system in plan} <= {*PRESETS, *PEERS}

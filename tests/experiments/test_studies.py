@@ -90,8 +90,14 @@ def test_vocabularies_by_bits_per_byte(texts: Path, corpus: Corpus, tmp_path: Pa
     changes = {**QUICK, "steps": 3}
     trials = planned(STUDIES["vocabulary"], SCALES["tiny"], corpora, changes=changes)
     noted = {"shared": True, "tokens_per_second": None}
-    options = {"device": "cpu", "quiet": True, "more": study.studied, "noted": noted}
-    outcome = reproduce(STUDIES["vocabulary"], trials, tmp_path / "out", **options)  # type: ignore[arg-type]
+    outcome = reproduce(
+        STUDIES["vocabulary"],
+        trials,
+        tmp_path / "out",
+        device="cpu",
+        quiet=True,
+        more=lambda *given: {**study.studied(*given), **noted},
+    )
     assert not outcome.left
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()]
     assert len({result["evaluation"]["text"] for result in kept}) == 1

@@ -106,6 +106,13 @@ def test_a_quantized_run(tmp_path: Path, weights: str, error: float) -> None:
     assert _divergence(logs[1], steps) < 0.01
     assert lm.generate("The ", max_tokens=5, temperature=0) == at_load.generate("The ", max_tokens=5, temperature=0)
     size = sum(path.stat().st_size for path in folder.glob("checkpoints/*/model.safetensors"))
+    plain = gss.load(folder, weights="fp32").model
+    torch.testing.assert_close(
+        plain(tokens)[0].log_softmax(-1), logs[1], rtol=0, atol=0.02 if weights == "bf16" else 1e-4
+    )
+    assert "QuantizedEmbedding(\n    8192, 256" in repr(lm.model).replace("(embedding): ", "")
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    assert plain.state_dict().keys() == whole.model.state_dict().keys()
     assert size < {"bf16": 15.8e6, "int8": 9e6, "int4": 7.2e6}[weights]  # state spaces, norms and biases stay float32
 
 

@@ -150,9 +150,9 @@ def test_an_interrupted_trial_goes_on(finished: Path, corpus: Corpus, tmp_path: 
 
 
 def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
-    from gss.reproduce import measure
+    from gss.reproduce import results
 
-    real, scored = runner.train, measure.evaluate
+    real, scored = runner.train, results.evaluate
 
     def fails(config: Any, *arguments: Any, **options: Any) -> Any:
         if config.preset == "transformer-tiny":
@@ -167,7 +167,7 @@ def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path:
         return scored(model, dataset, lengths, **options)
 
     monkeypatch.setattr(runner, "train", fails)
-    monkeypatch.setattr(measure, "evaluate", breaks)
+    monkeypatch.setattr(results, "evaluate", breaks)
     outcome = go(quick_trials(corpus, "transformer", "gss"), tmp_path)
     assert [trial.system.name for trial in outcome.done] == ["gss"]
     assert [*outcome.failed.values()] == ["the run diverged"]

@@ -86,8 +86,8 @@ def test_a_group_is_read_without_the_others_and_hashed_once(tmp_path: Path, monk
     _save(tmp_path, 10)
     path = tmp_path / "step-00000010"
     hashed: list[str] = []
-    original = checkpoint._size_and_hash
-    monkeypatch.setattr(checkpoint, "_size_and_hash", lambda file: hashed.append(file.name) or original(file))
+    original = checkpoint.file_facts
+    monkeypatch.setattr(checkpoint, "file_facts", lambda file: hashed.append(file.name) or original(file))
     used, _ = checkpoint.newest_good(tmp_path, ["model"])
     assert used == path
     assert checkpoint.load(path, ["model"], verified=True).tensors.keys() == {"model"}

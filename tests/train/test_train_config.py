@@ -24,7 +24,7 @@ SMALL_RUNS = {
     "quickstart": ["gss2-tiny", "gss-tiny"],
     "small": ["gss-small"],
     "muon": ["gss2-small", "gss-hybrid-small"],
-    "box": ["gss-hybrid-small"],
+    "box": ["gss2-small"],
     "cpu": ["gss-small"],
 }
 TUNING = {"fine-tune", "lora", "tune-state"}  # test_train_start runs what they are for

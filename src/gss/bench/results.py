@@ -56,11 +56,6 @@ class Measurement:
         ratio = value / self.value if self.unit in LESS_IS_BETTER else self.value / value
         return replace(self, peer=peer, ratio=ratio)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, where NaN and infinity have no place."""
-        values: dict[str, Any] = finite(asdict(self))
-        return values
-
 
 def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Measurement:
     """The row of something that could not be measured."""
@@ -96,20 +91,23 @@ def reason(error: BaseException) -> str:
 
 
 def document(
-    rows: Iterable[Measurement],
-    device: torch.device,
-    ceilings: Mapping[str, float] | None = None,
-    commit: str | None = None,
+    rows: Iterable[Measurement], device: torch.device, ceilings: Mapping[str, float] | None = None, commit: str = ""
 ) -> dict[str, Any]:
-    """The rows under their header: command, commit, hardware, versions, date and ceilings."""
+    """The rows under a header that says where they come from; `commit` in place of that of the source tree."""
+    header = provenance(device) | ({"commit": commit} if commit else {})
+    rows_given: list[dict[str, Any]] = finite([asdict(row) for row in rows])
+    return {**header, "ceilings": dict(ceilings or {}), "rows": rows_given}
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where figures come from: command, commit, hardware, versions and date."""
+    there = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
         "command": command_line(),
-        "commit": commit or source_commit(),
+        "commit": source_commit(),
         "hardware": hardware(device),
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **{name: there[name] for name in _PACKAGES if name in there}},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ceilings": dict(ceilings or {}),
-        "rows": [row.as_dict() for row in rows],
     }
 
 
@@ -130,12 +128,6 @@ def hardware(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Python, torch, and what of the rest is installed."""
-    there = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-    return {"python": platform.python_version(), **{name: there[name] for name in _PACKAGES if name in there}}
 
 
 def source_commit() -> str:

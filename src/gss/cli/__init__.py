@@ -11,21 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gss.cli import (
-    bench,
-    data,
-    exchange,
-    models,
-    probe,
-    quickstart,
-    report,
-    reproduce,
-    serve,
-    settings,
-    text,
-    train,
-    use,
-)
+from gss.cli import bench, data, evaluate, exchange, models, probe, quickstart, report, reproduce, serve, settings
+from gss.cli import text as texts
+from gss.cli import train as training
 
 app = typer.Typer(
     name="gss",
@@ -62,12 +50,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": data.prepare_command,
     "merge": data.merge_command,
     "data": data.data_command,
-    "eval": use.evaluate_command,
-    "generate": text.generate_command,
+    "eval": evaluate.evaluate_command,
+    "generate": texts.generate_command,
     "serve": serve.serve_command,
-    "train": train.train_command,
+    "train": training.train_command,
     "settings": settings.settings_command,
-    "read": text.read_command,
+    "read": texts.read_command,
     "bench": bench.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,

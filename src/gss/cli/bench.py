@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from gss.cli.options import AsJson, Device
+
 _WHAT = "train (whole training steps), prefill (reading a prompt to its last logits), or decode (greedy decoding)."
 _SHAPES = {
     "train": ([(1, 1024)], [(16, 4096)]),
@@ -20,7 +22,7 @@ _SHAPES = {
 
 def bench_command(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=_WHAT)],
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    device: Device = "auto",
     model: Annotated[
         str | None, typer.Option(help="A preset: see `gss presets`. Default: gss on a GPU, gss-small on a CPU.")
     ] = None,
@@ -42,7 +44,7 @@ def bench_command(
         typer.Option("--compile/--no-compile", help="Compile every layer. Default: only for training on a GPU."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure speed, memory and accuracy on this machine; what is measured is compared with plain arithmetic first."""
     import torch

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gss.cli.options import Force
+
 if TYPE_CHECKING:
     from gss.data import Dataset, Manifest, SourceOptions
 
@@ -68,11 +70,11 @@ def prepare_command(
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", min=1, help="Number of processes. Default: one per core.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is already in OUT.")] = False,
+    force: Force = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
     from gss.box import folder as box_folder
-    from gss.cli.progress import share_bar
+    from gss.cli.show import share_bar
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
@@ -109,7 +111,7 @@ def merge_command(
         list[str], typer.Argument(help="The folders that gss prepare --part made, or their URLs, in any order.")
     ],
     out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a corpus that is already in OUT.")] = False,
+    force: Force = False,
 ) -> None:
     """Make one corpus of parts that several machines prepared: the same, byte for byte, that one machine makes."""
     from gss.data import merge_shares
@@ -160,10 +162,10 @@ def train_command(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Number of threads. Default: all cores.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a vocabulary that is already in OUT.")] = False,
+    force: Force = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
-    from gss.cli.progress import share_bar
+    from gss.cli.show import share_bar
     from gss.data.tokenizer_training import train_tokenizer
 
     options = _source_options(local, suffix, field, "auto")
@@ -194,26 +196,20 @@ def _source_options(local: str | None, suffix: list[str] | None, field: str, spl
 def _print_facts(manifest: "Manifest") -> None:
     """Counts, the vocabulary, and what was left out."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("split", "documents", "tokens", "bytes", "words", "tokens/byte", "tokens/word", "longest", "entropy")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, facts in manifest.splits.items():
-        table.add_row(
-            name,
-            *(f"{facts[key]:,}" for key in ("documents", "tokens", "bytes", "words")),
-            f"{facts['tokens_per_byte']:.4f}",
-            f"{facts['tokens_per_word']:.3f}",
-            f"{facts['longest']:,}",
-            f"{facts['unigram_entropy']:.3f}",
-        )
-    table.caption = "tokens include the end of each document; entropy: unigram nats per token"
+    from gss.cli.show import table
+
+    counts = ("documents", "tokens", "bytes", "words")
+    forms = {**dict.fromkeys(counts, ","), "tokens_per_byte": ".4f", "tokens_per_word": ".3f"}
+    forms |= {"longest": ",", "unigram_entropy": ".3f"}
+    rows = [[name, *(f"{facts[key]:{form}}" for key, form in forms.items())] for name, facts in manifest.splits.items()]
+    header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
+    caption = "tokens include the end of each document; entropy: unigram nats per token"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
     console = Console()
     if not console.is_terminal:
         console.width = 140
-    console.print(table)
+    console.print(table(None, header, rows, caption))
     facts = manifest.tokenizer
     print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}", end="")
     if not facts["losses"]:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from gss.cli.options import Step
+
 
 class Target(StrEnum):
     """What `gss export` writes."""
@@ -24,7 +26,7 @@ def export_command(
         Target,
         typer.Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."),
     ] = Target.HF,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    step: Step = None,
     runtime: Annotated[
         Path | None,
         typer.Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
@@ -65,7 +67,7 @@ def quantize_command(
         Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
     ] = None,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
+    step: Step = None,
 ) -> None:
     """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""
     from gss.lm import quantize_run

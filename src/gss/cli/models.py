@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from gss.cli.options import AsJson
 from gss.cli.settings import complete_preset
+from gss.cli.show import table
 
 
 def presets() -> None:
@@ -16,13 +17,11 @@ def presets() -> None:
     from gss.accounting import account
     from gss.presets import PRESETS
 
-    table = Table(title="Presets")
-    for column, justify in (("name", "left"), ("parameters", "right"), ("paper", "right"), ("what it is", "left")):
-        table.add_column(column, justify=justify, no_wrap=column == "name")  # type: ignore[arg-type]
-    for name, preset in PRESETS.items():
-        stated = f"{preset.paper_parameters}M" if preset.paper_parameters else ""
-        table.add_row(name, _millions(account(preset.config).parameters), stated, preset.about)
-    Console().print(table)
+    rows = []
+    for name, each in PRESETS.items():
+        stated = f"{each.paper_parameters}M" if each.paper_parameters else ""
+        rows.append([name, _millions(account(each.config).parameters), stated, each.about])
+    Console().print(table("Presets", ["name", "parameters", "paper", "what it is"], rows, words=["what it is"]))
 
 
 def params(
@@ -34,7 +33,7 @@ def params(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, e.g. depth=8 or state_space.modes=64."),
     ] = None,
     length: Annotated[int, typer.Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""
     from gss.accounting import account
@@ -55,16 +54,11 @@ def params(
         }
         print(json.dumps(facts, indent=2))
         return
-    table = Table(title=preset)
-    for column in ("part", "count", "parameters", "of which state space"):
-        table.add_column(column, justify="left" if column == "part" else "right")
-    for part in accounts.parts:
-        table.add_row(part.name, str(part.count), _millions(part.parameters), _millions(part.state_space))
-    table.add_section()
     state_space = sum(part.state_space for part in accounts.parts)
-    table.add_row("all", "", _millions(accounts.parameters), _millions(state_space), style="bold")
+    rows = [[p.name, str(p.count), _millions(p.parameters), _millions(p.state_space)] for p in accounts.parts]
+    rows.append(["all", "", _millions(accounts.parameters), _millions(state_space)])
     console = Console()
-    console.print(table)
+    console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
     console.print(

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from gss.cli.options import AsJson, Device, Precision, whole_numbers
+from gss.cli.show import table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gss.probe import ContextProbe
+    from gss.probe import ContextProbe, Stage
 
 FILE = "probe.json"
 
@@ -34,10 +37,6 @@ probe = typer.Typer(
     no_args_is_help=True,
 )
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-Precision = Annotated[str, typer.Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
 
 @probe.command()
 def context(
@@ -51,12 +50,6 @@ def context(
     targets: Annotated[int, typer.Option(help="Consecutive target tokens of a block.")] = 512,
     blocks: Annotated[int, typer.Option(help="Most blocks per document.")] = 2,
     documents: Annotated[int, typer.Option(help="Most documents.")] = 32,
-    unbounded_limit: Annotated[
-        int, typer.Option(help="The longest context for a model that keeps every token.")
-    ] = 16_384,
-    position_tokens: Annotated[int, typer.Option(help="Tokens of whole documents scored by position.")] = 1 << 20,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time: bounds memory.")] = 4096,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side.")] = 16_384,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
@@ -67,7 +60,7 @@ def context(
     """
     from rich.console import Console
 
-    from gss.cli.progress import share_bar
+    from gss.cli.show import share_bar
     from gss.data import open_dataset
     from gss.io.devices import pick_device
     from gss.io.files import finite, write_json
@@ -80,8 +73,7 @@ def context(
         with share_bar(f"probing {run}") as show:
             result = probe_context(
                 lm, dataset, longest=longest, shortest=shortest, targets=targets, per_document=blocks,
-                max_documents=documents, unbounded_limit=unbounded_limit, position_tokens=position_tokens,
-                piece=piece, batch_tokens=batch_tokens, precision=precision,
+                max_documents=documents, precision=precision,
                 report=lambda done, total, run=run, show=show: show(f"probing {run}", done / total),  # type: ignore[misc]
             )  # fmt: skip
         results[str(run)] = result
@@ -96,20 +88,19 @@ def context(
     console, first = Console(), next(iter(results.values()))
     positions = {name: {row.start: f"{row.loss:.4f}" for row in result.by_position} for name, result in results.items()}
     title = "Loss by position, the state carried (nats per token)"
-    console.print(_table(title, "positions", positions, lambda start: f"{start:,} – {max(1, 2 * start) - 1:,}"))
+    console.print(_table(title, "positions", positions, name=_positions))
     columns: dict[str, dict[int, str]] = {}
     for name, result in results.items():
         columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
         columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
         columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
-    documents = f"{first.documents} document{'' if first.documents == 1 else 's'}"
+    documents = f"{first.documents:,} document{'s' * (first.documents > 1)}"
     title = f"Loss of the same {first.tokens:,} tokens of {documents} by the true tokens before them"
-    table = _table(title, "true tokens", columns)
-    table.caption = (
+    caption = (
         "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
         "standard error of the difference between replaced and its last row, over documents."
     )
-    console.print(table)
+    console.print(_table(title, "true tokens", columns, caption))
     for name, result in results.items():
         console.print(f"{name}: {_effective(result)}", markup=False, highlight=False)
 
@@ -129,10 +120,22 @@ def tasks(
     lengths: Annotated[str, typer.Option(help="Further lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, typer.Option(help="The model's width.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another field of the model, e.g. depth=2.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Training steps, those of the curriculum too.")] = 2000,
     rows: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
+    curriculum: Annotated[
+        str,
+        typer.Option(
+            metavar="ITEMS:LENGTH:ROWS:STEPS,...",
+            help="What the first steps are on instead, e.g. 4:16:128:100,8:32:64:100.",
+        ),
+    ] = "",
     sequences: Annotated[int, typer.Option(help="Fresh sequences to test on at each length.")] = 64,
     optimizer: Annotated[str, typer.Option(help="muon, adamw or adafactor.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="The base learning rate.")] = 3.2e-3,
@@ -144,51 +147,59 @@ def tasks(
     """Train a model on a generated task, and report how often it is right on fresh sequences."""
     from rich.console import Console
 
-    from gss.cli.progress import share_bar
-    from gss.cli.use import whole_numbers
-    from gss.config import parse_assignments, to_mapping
+    from gss.cli.show import share_bar
+    from gss.config import override, parse_assignments, to_mapping
     from gss.io.devices import pick_device
     from gss.io.files import finite
     from gss.presets import preset as named
     from gss.probe import make_task, task_optimizer, train_on_task
 
-    config = named(preset, **({} if width is None else {"width": width}), **parse_assignments(settings or []))
+    given = parse_assignments(settings or [])
+    rates = {key.partition(".")[2]: given.pop(key) for key in list(given) if key.startswith("optimizer.")}
+    config = named(preset, **({} if width is None else {"width": width}), **given)
     with share_bar("training") as show:
         result = train_on_task(
             config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
-            rows=rows, sequences=sequences, optimizer=task_optimizer(config, steps, optimizer, learning_rate),
-            seed=seed, device=pick_device(device), precision=precision,
+            rows=rows, curriculum=_stages(curriculum), sequences=sequences, seed=seed,
+            optimizer=override(task_optimizer(config, steps, optimizer, learning_rate), rates),
+            device=pick_device(device), precision=precision,
             report=lambda done, total: show("training", done / total),
         )  # fmt: skip
     if as_json:
         print(json.dumps(finite({"preset": preset, **asdict(result), "model": to_mapping(config)}), indent=2))
         return
     about = f"{preset} on {task}: {result.items} items, {steps:,} steps at length {length:,}, loss {result.loss:.3f}"
-    columns = {
-        "sequences": {row.length: f"{row.sequences}" for row in result.accuracy},
-        "accuracy": {row.length: f"{row.accuracy:.1%}" for row in result.accuracy},
-        "±": {row.length: _number(row.standard_error, ".1%") for row in result.accuracy},
-        "all right": {row.length: f"{row.solved:.1%}" for row in result.accuracy},
-    }
-    Console().print(_table(about, "length", columns))
+    rows_shown = [
+        [f"{a.length:,}", f"{a.sequences}", f"{a.accuracy:.1%}", _number(a.standard_error, ".1%"), f"{a.solved:.1%}"]
+        for a in result.accuracy
+    ]
+    Console().print(table(about, ["length", "sequences", "accuracy", "±", "all right"], rows_shown))
+
+
+def _stages(text: str) -> list["Stage"]:
+    from gss.probe import Stage
+
+    try:
+        return [Stage(*map(int, part.split(":"))) for part in text.split(",") if part]
+    except (ValueError, TypeError):
+        raise ValueError(f"a curriculum is ITEMS:LENGTH:ROWS:STEPS, separated by commas, not {text!r}") from None
 
 
 def _table(
     title: str,
     rows: str,
     columns: Mapping[str, Mapping[int, str]],
+    caption: str = "",
     name: Callable[[int], str] = lambda number: f"{number:,}",
 ) -> "Table":
     """Columns by their heads, of cells by the number of the row; `rows` says what the numbers are."""
-    from rich.markup import escape
-    from rich.table import Table
+    numbers = sorted({number for column in columns.values() for number in column})
+    cells = [[name(number), *(column.get(number, "") for column in columns.values())] for number in numbers]
+    return table(title, [rows, *columns], cells, caption)
 
-    table = Table(title=escape(title))
-    for head in (rows, *columns):
-        table.add_column(escape(head), justify="right")
-    for number in sorted({number for column in columns.values() for number in column}):
-        table.add_row(name(number), *(column.get(number, "") for column in columns.values()))
-    return table
+
+def _positions(start: int) -> str:
+    return f"{start:,} – {max(1, 2 * start) - 1:,}"
 
 
 def _number(value: float, form: str) -> str:

@@ -2,13 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from gss.data import Dataset
-    from gss.evaluation import Evaluation
 
 PRESETS = ("gss2-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
@@ -31,7 +27,8 @@ def quickstart_command(
     from rich.console import Console
     from rich.markup import escape
 
-    from gss.cli.use import length_table
+    from gss.cli.evaluate import figures
+    from gss.cli.show import table
     from gss.data import load_tokenizer, open_dataset, prepare
     from gss.evaluation import evaluate
     from gss.lm import load
@@ -55,16 +52,22 @@ def quickstart_command(
         if done.signal is not None:
             raise typer.Exit(128 + done.signal)
     lengths = [length for length in LENGTHS if length <= held_out.lengths.max()]
-    results = {"unigrams": _unigrams(held_out, lengths)}
+    # The best guesser that knows only how often each byte occurs scores the same at every length.
+    entropy = held_out.unigram_entropy
+    rows, losses = [["unigrams", *[f"{math.exp(entropy):.3f}"] * len(lengths), "", "", ""]], {"unigrams": entropy}
     for name, folder in folders.items():
         show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
         lm = load(folder)
-        results[name] = evaluate(lm, held_out, lengths)
-        keep(folder, lm.step, held_out, results[name])
-    table = length_table(results, "Python code that they have not seen")
-    Console(width=max(console.width, 110), highlight=False).print(table)
-    for name, result in results.items():
-        console.print(f"{name}: {result.rows[-1].loss:.3f} nats per byte")
+        result = evaluate(lm, held_out, lengths)
+        keep(folder, lm.step, held_out, result)
+        rows.append([name, *(f"{row.perplexity:.3f}" for row in result.rows), *figures(result.rows[-1])[1:]])
+        losses[name] = result.rows[-1].loss
+    title = f"Python code that they have not seen: {len(held_out.tokens):,} tokens of {len(held_out)} documents"
+    header = ["perplexity at", *(f"{length:,}" for length in lengths), "± loss", "per word", "bits/byte"]
+    caption = "±: standard error of the loss over documents. The last three columns are for the longest length."
+    Console(width=max(console.width, 110), highlight=False).print(table(title, header, rows, caption))
+    for name, loss in losses.items():
+        console.print(f"{name}: {loss:.3f} nats per byte")
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
     text = load(folders[PRESETS[0]]).generate(PROMPT, max_tokens=300, temperature=0.7)
     console.print(escape(PROMPT + text))
@@ -76,15 +79,3 @@ def quickstart_command(
     except MissingMatplotlibError as error:
         console.print(escape(f"no report: {error}"))
     console.print(escape(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}"))
-
-
-def _unigrams(dataset: "Dataset", lengths: list[int]) -> "Evaluation":
-    """What the best guesser that knows only how often each byte occurs would score: the same at every length."""
-    from gss.evaluation import Evaluation, LengthResult
-
-    tokens, entropy = len(dataset.tokens), dataset.unigram_entropy
-    nats = entropy * tokens
-    word_perplexity = math.exp(min(nats / int(dataset.document_words.sum()), 700.0))
-    bits = nats / math.log(2) / int(dataset.document_bytes.sum())
-    rows = (LengthResult(length, tokens, entropy, math.nan, word_perplexity, bits, ()) for length in lengths)
-    return Evaluation(tuple(rows), len(dataset), tokens, dataset.split)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gss.cli.options import Device, whole_numbers
+
 
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
@@ -19,14 +21,13 @@ def report_command(
         str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Score again, even where scores are stored.")] = False,
-    device: Annotated[str, typer.Option(help="Where to score: cpu, cuda, or auto.")] = "auto",
+    device: Device = "auto",
     prompt: Annotated[
         str | None, typer.Option(help="The prompt of the samples. Default: show the run's own newest sample.")
     ] = None,
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
-    from gss.cli.progress import share_bar
-    from gss.cli.use import whole_numbers
+    from gss.cli.show import share_bar
     from gss.io.devices import pick_device
     from gss.report import write_report
 

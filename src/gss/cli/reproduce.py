@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gss.cli.options import Device, whole_numbers
+
 if TYPE_CHECKING:
     from gss.reproduce import Corpus, Outcome
 
@@ -52,7 +54,7 @@ def reproduce_command(
         typer.Option("--set", help="A setting of every run, `key=value`, instead of the recipe's."),
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    device: Device = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the table at the end.")] = False,
 ) -> None:
     """Train and score the systems of one of the paper's tables at equal tokens; print it beside the paper's figures.
@@ -62,9 +64,7 @@ def reproduce_command(
     """
     from rich.console import Console
 
-    from gss.bench.results import command_line
-    from gss.cli.progress import share_bar
-    from gss.cli.use import whole_numbers
+    from gss.cli.show import share_bar
     from gss.config import parse_assignments
     from gss.reproduce import SCALES, TARGETS, planned, reproduce
 
@@ -89,7 +89,6 @@ def reproduce_command(
         work=work,
         device=device,
         quiet=quiet,
-        noted={"command": command_line()},
         say=lambda text: console.print(text, markup=False),
         bar=share_bar,
     )

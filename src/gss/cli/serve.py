@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gss.cli.use import Precision, Run, Speculate, State, Weights
+from gss.cli.options import Device, Precision, Run, Speculate, State, Step, Weights
 
 
 def serve_command(
@@ -17,8 +17,8 @@ def serve_command(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's id for clients. Default: the folder's name.")] = None,
     state: State = None,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    step: Step = None,
+    device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gss.cli.use import Precision, Run, Speculate, State, Weights
+from gss.cli.options import Device, Precision, Run, Speculate, State, Step, Weights
 from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def generate_command(
     samples: Annotated[int, typer.Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per text, one to a line.")] = False,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its continuation.")] = True,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    step: Step = None,
+    device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,
@@ -135,8 +135,8 @@ def read_command(
     ),
     state: State = None,
     int8: Annotated[bool, typer.Option("--int8", help="A quarter of the size, rounded.")] = False,
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest good one.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    step: Step = None,
+    device: Device = "auto",
     precision: Precision = "auto",
 ) -> None:
     """Read a document once and keep what the model remembers of it: a state, which texts can start from."""

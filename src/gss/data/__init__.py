@@ -1,10 +1,9 @@
 """From text to batches of token ids; knows nothing of models.
 
-text -> sources -> formats -> chunks -> tokenizer -> parts -> merge -> shards -> batches -> prefetch
+text -> sources -> formats -> chunks -> tokenizer -> parts -> merge -> shards -> batches
 """
 
-from gss.data.batches import Batch, Batches, Lanes, Packed, Segments, as_tensors
-from gss.data.prefetch import Prefetch
+from gss.data.batches import Batch, Batches, Lanes, Packed, Prefetch, Segments, as_tensors
 from gss.data.preparation import merge_shares, prepare, usable_cores
 from gss.data.shards import Dataset, Document, Manifest, dataset_from_arrays, open_dataset, read_manifest
 from gss.data.sources import SourceOptions

@@ -10,9 +10,12 @@ inputs are targets shifted by one everywhere. B batch, L length.
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -57,6 +60,8 @@ class Batches:
     """What the three ways to batch share: steps, epochs, ranks, and copying ranges of tokens into rows."""
 
     steps_per_epoch: int
+    eos_first = False
+    """Whether a row that starts fresh inside a document reads the end-of-document id first, not the token before."""
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         if length < 1 or batch_size < 1:
@@ -90,6 +95,8 @@ class Batches:
                 tokens[row, 1:count] = stream[: end - 1]
             if first < last:  # documents that begin inside the row
                 starts[row, self.dataset.ends[first:last] - begin] = True
+        if self.eos_first:
+            tokens[fresh, 0] = eos
         check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
         mask = np.arange(self.length) < (ends - begins)[:, None]
         return Batch(tokens, targets, mask, starts, step, epoch)
@@ -225,6 +232,71 @@ def _deal(segments: Numbers, lanes: int) -> list[Numbers]:
         dealt[lane].append(document)
         heapq.heappush(shortest, (filled + int(segments[document]), lane))
     return [np.asarray(documents, np.int64) for documents in dealt]
+
+
+class Prefetch:
+    """One rank's batches as tensors on `device`, from `start_step` up to `stop_step` if given, made ahead by a thread.
+
+    It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
+    again at any step. On their way to a GPU batches lie in pinned memory. Use it in a `with` block, or call `close`, so
+    that the thread ends when the training loop does.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: "torch.device | str" = "cpu",
+        depth: int = 4,
+    ) -> None:
+        import torch
+
+        if depth < 1:
+            raise ValueError(f"prefetching keeps at least 1 batch, not {depth}")
+        self._device = torch.device(device)
+        self._batches, self._rank, self._world = batches, rank, world
+        self._steps = iter(count(start_step) if stop_step is None else range(start_step, stop_step))
+        self._thread = ThreadPoolExecutor(1, "gss-prefetch")
+        self._ahead: deque[Future[Batch[torch.Tensor]]] = deque()
+        for _ in range(depth + 1):
+            self._ask()
+
+    def _ask(self) -> None:
+        if (step := next(self._steps, None)) is not None:
+            self._ahead.append(self._thread.submit(self._make, step))
+
+    def _make(self, step: int) -> "Batch[torch.Tensor]":
+        return as_tensors(self._batches.batch(step, self._rank, self._world), pin=self._device.type == "cuda")
+
+    def __iter__(self) -> "Iterator[Batch[torch.Tensor]]":
+        return self
+
+    def __next__(self) -> "Batch[torch.Tensor]":
+        if not self._ahead:
+            self.close()
+            raise StopIteration
+        try:
+            batch = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._ask()
+        return batch.map(lambda tensor: tensor.to(self._device, non_blocking=self._device.type == "cuda"))
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the thread; batches that were made ahead are dropped."""
+        self._thread.shutdown(cancel_futures=True)
+        self._ahead.clear()
 
 
 # A shuffle that can be asked for any place of its order, with nothing stored: a Feistel network over the next power of

@@ -2,14 +2,15 @@
 
 Reads the parts in order as one long row of documents and tokens, from a disk or from URLs. What is kept and where it
 goes is known only when every part is there; then each token is read once, and written to its split. Memory is bounded
-whatever the number of documents: they are handled in batches of rows, duplicates found in buckets of digests. The
-result depends on the parts' contents alone.
+by the largest part, whatever the number of documents: duplicates are found in buckets of digests. The result depends
+on the parts' contents alone.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,11 +20,12 @@ import numpy.typing as npt
 from gss.data.chunks import DUPLICATE, EMPTY, REASONS, digest
 from gss.data.formats import open_file
 from gss.data.parts import NAMES, RECORD, RECORDS, SKIP, TOKENS, open_synced, token_dtype
-from gss.data.shards import SPLITS, check_ids, file_hash, unigram_entropy
+from gss.data.shards import SPLITS, check_ids, unigram_entropy
+from gss.io.files import file_facts
 
 ROWS = 1 << 16  # documents handled at once
 BUCKET = 1 << 21  # documents whose digests are compared at once
-COPY = 1 << 20  # tokens copied at once
+COPY = 1 << 20  # tokens copied at once, but for what is left of a chunk
 NAMED = 10  # documents named for each reason that left some out
 
 Table = npt.NDArray[Any]  # of RECORD, a row for each document
@@ -47,33 +49,61 @@ def merge_parts(
     table = np.memmap(table_path, RECORD, "r+", shape=(count,)) if count else np.zeros(0, RECORD)
     _drop_duplicates(table)
     left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
-    names, tokens = _names(parts, dtype.itemsize), _Tokens(parts, dtype)
+    begun = 0  # documents that begin in the parts so far
     with ExitStack() as files:
         splits = [_SplitWriter(out, split, vocab_size, files) for split in SPLITS]
-        for rows in _batches(table):
-            where = np.where(rows["skip"] == 0, rows["split"], len(SPLITS))
-            for split, skip, name in zip(where.tolist(), rows["skip"].tolist(), names, strict=False):
-                if not skip:
-                    splits[split].names.write(name)
-                    continue
-                entry = left_out[REASONS[skip - 1]]
-                entry["documents"] += 1
-                if len(entry["first"]) < NAMED:
-                    entry["first"].append(json.loads(name))
-            runs = np.flatnonzero(np.diff(where, prepend=-1))  # the first of those in a row that go to the same place
-            counts = np.add.reduceat(rows["tokens"], runs)
-            for split, wanted in zip(where[runs].tolist(), counts.tolist(), strict=True):
-                for ids in tokens.take(wanted):
-                    if split < len(SPLITS):
-                        splits[split].add(ids)
-        next(names, None)  # there is no other, or it is an error
-        for writer in splits:
-            writer.write_held()
+        for part in parts:
+            chunks = _records(part, dtype.itemsize)
+            document = begun - 1 + np.cumsum(chunks["first"])
+            begun += int(chunks["first"].sum())
+            skip, split = table["skip"][document], table["split"][document]
+            _copy_tokens(
+                part, chunks["tokens"].astype(np.int64), np.where(skip == 0, split, len(SPLITS)), dtype, splits
+            )
+            _copy_names(part, skip[chunks["last"]], split[chunks["last"]], splits, left_out)
     facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
     return (
         {split: found for split, found in facts.items() if found},
         {reason: entry for reason, entry in left_out.items() if entry["documents"]},
     )
+
+
+def _copy_tokens(
+    part: str,
+    counts: npt.NDArray[np.int64],
+    goes_to: npt.NDArray[Any],
+    dtype: np.dtype[Any],
+    splits: "list[_SplitWriter]",
+) -> None:
+    """Write the tokens of each chunk of a part, so many, to the split that it goes to, if it goes to one."""
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // COPY)) + 1
+    with open_file(f"{part}/{TOKENS}") as file:
+        for sizes, places in zip(np.split(counts, cuts), np.split(goes_to, cuts), strict=True):
+            ids = np.frombuffer(file.read(int(sizes.sum()) * dtype.itemsize), dtype)
+            places = np.repeat(places, sizes)
+            for number, split in enumerate(splits):
+                split.add(ids[places == number])
+
+
+def _copy_names(
+    part: str,
+    skips: npt.NDArray[Any],
+    numbers: npt.NDArray[Any],
+    splits: "list[_SplitWriter]",
+    left_out: dict[str, Any],
+) -> None:
+    """Write the names of the documents that end in a part to their splits, or count those that are left out."""
+    with open_file(f"{part}/{NAMES}") as file:
+        for line, skip, number in zip_longest(file, skips, numbers):
+            if line is None or skip is None or not line.endswith(b"\n"):
+                raise _altered(part, NAMES)
+            if not skip:
+                splits[number].names.write(line)
+                continue
+            entry = left_out[REASONS[skip - 1]]
+            entry["documents"] += 1
+            if len(entry["first"]) < NAMED:
+                entry["first"].append(json.loads(line))
 
 
 def _batches(table: Table, split: str | None = None) -> Iterator[Table]:
@@ -151,43 +181,6 @@ def _drop_duplicates(table: Table) -> None:
         table["skip"][places[order[again]]] = SKIP[DUPLICATE]
 
 
-def _names(parts: list[str], itemsize: int) -> Iterator[bytes]:
-    """The documents' names in order, each still a line of JSON."""
-    for part in parts:
-        missing = int(_records(part, itemsize)["last"].sum())
-        with open_file(f"{part}/{NAMES}") as file:
-            for line in file:
-                missing -= 1
-                if missing < 0 or not line.endswith(b"\n"):
-                    raise _altered(part, NAMES)
-                yield line
-        if missing:
-            raise _altered(part, NAMES)
-
-
-class _Tokens:
-    """The tokens of all parts, one after another."""
-
-    def __init__(self, parts: list[str], dtype: np.dtype[Any]) -> None:
-        self._blocks = (block for part in parts for block in self._read(f"{part}/{TOKENS}", dtype))
-        self._held = np.zeros(0, dtype)
-
-    @staticmethod
-    def _read(path: str, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
-        with open_file(path) as file:
-            while data := file.read(COPY * dtype.itemsize):
-                yield np.frombuffer(data, dtype)
-
-    def take(self, count: int) -> Iterator[npt.NDArray[Any]]:
-        """The next so many, in pieces."""
-        while count:
-            if not len(self._held):
-                self._held = next(self._blocks)
-            taken, self._held = self._held[:count], self._held[count:]
-            count -= len(taken)
-            yield taken
-
-
 class _SplitWriter:
     """The files of a split as they are written."""
 
@@ -197,24 +190,14 @@ class _SplitWriter:
         self._tokens: BinaryIO = files.enter_context(open_synced(self._paths["tokens"]))
         self.names: BinaryIO = files.enter_context(open_synced(self._paths["names"]))
         self._hashed, self._unigrams = hashlib.sha256(), np.zeros(vocab_size, np.int64)
-        self._held: list[npt.NDArray[Any]] = []
-        self._held_tokens = 0
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Append tokens. Short pieces are gathered first, as counting them costs as much as a whole vocabulary."""
-        self._held.append(ids.copy())  # a piece of a block would keep all of it
-        self._held_tokens += len(ids)
-        if self._held_tokens >= COPY:
-            self.write_held()
-
-    def write_held(self) -> None:
-        if self._held:
-            ids = np.concatenate(self._held)
+        """Append tokens."""
+        if len(ids):
             check_ids(ids, len(self._unigrams), self._paths["tokens"].name)
             self._tokens.write(ids.data)
             self._hashed.update(ids.data)
             self._unigrams += np.bincount(ids, minlength=len(self._unigrams))
-            self._held, self._held_tokens = [], 0
 
     def finish(self, table: Table) -> dict[str, Any] | None:
         """Write the index; returns the split's facts, or None where it has no documents and leaves no files."""
@@ -235,7 +218,6 @@ class _SplitWriter:
                 path.unlink()
             return None
         text_tokens = totals["tokens"] - count
-        hashes = {"tokens": self._hashed.hexdigest()}
         return {
             "documents": count,
             **totals,
@@ -244,7 +226,7 @@ class _SplitWriter:
             "tokens_per_word": text_tokens / totals["words"],
             "unigram_entropy": unigram_entropy(self._unigrams),
             "files": {
-                path.name: {"size": path.stat().st_size, "sha256": hashes.get(name) or file_hash(path)}
+                path.name: file_facts(path, self._hashed.hexdigest() if name == "tokens" else None)
                 for name, path in self._paths.items()
             },
         }

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from gss.data.formats import is_url, open_file
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
-from gss.io.files import read_whole, write_file
+from gss.io.files import file_facts, read_whole, write_file
 
 FORMAT, SHARE_FORMAT, VERSION = "gss-data", "gss-data-share", 1
 MANIFEST, TOKENIZER_FOLDER = "manifest.json", "tokenizer"
@@ -139,14 +139,8 @@ def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool)
         size = path.stat().st_size
         if size != facts["size"]:
             raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus anew")
-        if contents and file_hash(path) != facts["sha256"]:
+        if contents and file_facts(path)["sha256"] != facts["sha256"]:
             raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus anew")
-
-
-def file_hash(path: Path) -> str:
-    """A file's SHA-256."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

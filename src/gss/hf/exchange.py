@@ -20,7 +20,6 @@ from gss.io.files import read_json, require_new, write_file, write_json, written
 from gss.io.runs import EXPORTED
 from gss.lm import load, run_folder
 from gss.model import LanguageModel
-from gss.nn.quantized import is_quantized
 
 _MODULE = "modeling_gss"
 _CODE = '''"""The classes of this model, which are those of the gss library: https://arxiv.org/abs/2206.13947
@@ -41,9 +40,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
     folder, target = run_folder(run), Path(out)
     require_new(target)
-    model, tokenizer, step, _ = load(folder, step=step)
-    if is_quantized(model):
-        raise ValueError(f"the weights of {folder} are quantized: export the run that it was made from")
+    model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
     if model.first is not None:
         raise ValueError(
             f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "

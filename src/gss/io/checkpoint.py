@@ -23,7 +23,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gss.io.files import read_json, read_whole, remove, sync
+from gss.io.files import file_facts, read_json, read_whole, remove, sync
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
@@ -64,7 +64,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
             )
         (aside / TRAINER).write_bytes(_json(trainer))
         names = sorted(path.name for path in aside.iterdir())
-        files = {name: _size_and_hash(aside / name) for name in names}
+        files = {name: file_facts(aside / name) for name in names}
         (aside / MANIFEST).write_bytes(_manifest(step, files))
         usual = (aside / TRAINER).stat().st_mode
         for path in aside.iterdir():
@@ -80,8 +80,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
             remove(aside)
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
-            f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make "
-            f"room ({_free(folder)} free in {folder}) and run the same command again to resume from the newest",
+            f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make room "
+            f"({shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}) and run the same command again to "
+            "resume from the newest",
         ) from error
     return final
 
@@ -103,7 +104,7 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
                 wrong.append(f"{name} is no file")
             elif size != expected["size"]:
                 wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
-            elif _wanted(name, groups) and _size_and_hash(path / name)["sha256"] != expected["sha256"]:
+            elif _wanted(name, groups) and file_facts(path / name)["sha256"] != expected["sha256"]:
                 wrong.append(f"{name} has other contents than were written")
         except OSError as error:
             wrong.append(f"{name} cannot be read ({error.strerror})")
@@ -211,12 +212,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} is damaged: its {MANIFEST} has other contents than were written"
         )
     return manifest
-
-
-def _size_and_hash(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _free(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"

@@ -4,6 +4,7 @@ Everything is written aside and renamed once it has reached the disk, on Linux, 
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -102,6 +103,14 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(values, kind):
         raise ValueError(f"{path} is not a JSON {'object' if kind is dict else kind.__name__}")
     return values
+
+
+def file_facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    """A file's size and SHA-256, which is read from its contents unless it is known."""
+    if sha256 is None:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": sha256}
 
 
 def finite(value: Any) -> Any:

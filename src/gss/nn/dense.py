@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         gated = config.feedforward == "gated"
         self.gated = dense(config.width, config.feedforward_width, config) if gated else None  # W₂
         self.outer = dense(config.feedforward_width, config.width, config, last=True)  # W₃
-        self.activation = config.activation
+        self.activation = config.activation  # φ
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

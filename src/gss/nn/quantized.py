@@ -55,6 +55,9 @@ class QuantizedEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head.rows(tokens)
 
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
 
 def packed_weight(layer: nn.Linear) -> Packed:
     """The weight of a dense layer of either kind."""
@@ -106,6 +109,17 @@ def quantize(model: nn.Module, weights: str) -> None:
     if is_quantized(model):
         raise ValueError("the model's weights are quantized already: start from the run that it was made from")
     _replace(model, {name: packed_twin(module, BITS[weights]) for name, module in model.named_modules()})
+
+
+def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the model with no weight packed."""
+    state = model.state_dict()
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            for name in ("packed", "scale"):
+                state.pop(f"{path}.{name}", None)
+            state[f"{path.removesuffix('.head')}.weight"] = module.weight.float()
+    return state
 
 
 def expect(model: nn.Module, saved: Mapping[str, Sequence[int]]) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gss.data import Dataset, open_dataset, require_same
-from gss.evaluation import PositionLoss, evaluate, standard_error
+from gss.data import Dataset
+from gss.evaluation import PositionLoss, evaluate, longest_document, opened, standard_error
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
@@ -157,11 +157,7 @@ def probe_context(
 
     The other arguments are those of `gss.evaluate`.
     """
-    if not isinstance(dataset, Dataset):
-        dataset = open_dataset(dataset, split)
-    if not isinstance(model, LanguageModel):
-        require_same(dataset.tokenizer(), model.tokenizer.hash, "the run")
-        model = model.model
+    model, dataset = opened(model, dataset, split)
     if min(targets, per_document, max_documents, position_tokens, piece, batch_tokens) < 1:
         raise ValueError("targets, blocks, documents, position_tokens, piece and batch_tokens must be at least 1")
     longest = longest or shared_longest(dataset.lengths, targets)
@@ -183,8 +179,7 @@ def probe_context(
                     sums[way, first : first + len(part)] = block_losses(model, own, before, contexts, targets, piece)
             done += (total - position_tokens) // len(blocks) * len(part)
             report(done, total)
-        reach = int(np.clip(position_tokens - dataset.starts, 0, dataset.lengths).max())  # of a document that is scored
-        length = None if model.bounded_state else min(window, reach)
+        length = None if model.bounded_state else min(window, longest_document(dataset, position_tokens))
         whole = evaluate(
             model, dataset, [length], max_tokens=position_tokens, piece=piece, batch_tokens=batch_tokens,
             precision=precision, report=lambda scored, _: report(done + scored, total),

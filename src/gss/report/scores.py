@@ -7,7 +7,7 @@ report keeps there what it computes, so that the next one is quick.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,9 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
     """
     if dataset.hash is None:
         return
-    rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
     facts = {"run": str(run), "step": step, "data": dataset.hash, "split": result.split}
-    facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy, "rows": rows}
+    facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy}
+    facts |= {"rows": [row.facts() for row in result.rows]}
     path = Path(run) / FOLDER / f"{result.split}-step-{step:08d}-{dataset.hash[:12]}.json"
     try:
         path.parent.mkdir(exist_ok=True)

@@ -22,8 +22,7 @@ from gss.io.files import write_file
 from gss.lm import load
 from gss.model import LanguageModel
 from gss.recipes import recipe_path
-from gss.reproduce.measure import measured
-from gss.reproduce.results import ResultStore
+from gss.reproduce.results import ResultStore, measured
 from gss.reproduce.settings import Target, recipe_name
 from gss.reproduce.tables import report_text
 from gss.reproduce.trials import Trial
@@ -67,7 +66,6 @@ def reproduce(
     work: Path | None = None,
     device: str = "auto",
     quiet: bool = False,
-    noted: Mapping[str, Any] | None = None,
     more: More | None = None,
     say: Callable[[str], None] = lambda text: None,
     bar: Bar = _no_bar,
@@ -75,7 +73,7 @@ def reproduce(
     """Train and score every trial that has no result yet; write the table of all that have one.
 
     work            where run folders go; default OUT/runs
-    noted, more     what results hold besides what is measured here
+    more            gives what a result is to hold besides what is measured here
     """
     store = ResultStore(out / "results")
     work = work or out / "runs"
@@ -100,10 +98,11 @@ def reproduce(
             trained = time.monotonic()
             with _no_bar("scoring") if quiet else bar(f"scoring {trial.name}") as show:
                 result = measured(trial, folder, where, partial(show, f"scoring {trial.name}"))
+            result["layout"] = _layout(folder, result)
             if more is not None:
                 result |= more(trial, load(folder).model, result)
             wall = {"training": trained - started, "scoring": time.monotonic() - trained, "from_step": before}
-            store.put(trial, {**result, "layout": _layout(folder, result), "wall_seconds": wall, **(noted or {})})
+            store.put(trial, {"wall_seconds": wall, **result})
         except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
             outcome.failed[trial.name] = str(error)
             say(f"{trial.name} failed: {error}")

@@ -1,31 +1,28 @@
 """Where else a run's numbers go: TensorBoard, Weights & Biases; each an extra, imported only when asked for."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple
 
 from gss.config import to_mapping
 from gss.training.config import TrainConfig
 
 
-class Board(Protocol):
-    """Takes numbers by name."""
+class Board(NamedTuple):
+    """Takes a step's numbers by name, until it is closed."""
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Those of a step."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
+    add: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
 def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
     """The boards that a run's settings ask for."""
-    wanted = {"tensorboard": config.report.tensorboard, "wandb": config.report.wandb}
-    boards: list[Board] = []
-    for name in (name for name, asked in wanted.items() if asked):
+    wanted = {"tensorboard": (config.report.tensorboard, _tensorboard), "wandb": (config.report.wandb, _wandb)}
+    boards = []
+    for name, (asked, opened) in wanted.items():
         try:
-            boards.append(_TensorBoard(folder / name) if name == "tensorboard" else _WeightsAndBiases(folder, config))
+            boards += [opened(config, folder)] if asked else []
         except ImportError:
             raise ValueError(
                 f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]', or turn it off"
@@ -33,32 +30,28 @@ def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
     return boards
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(config: TrainConfig, folder: Path) -> Board:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(folder))
+    writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def add(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Board(add, writer.close)
 
 
-class _WeightsAndBiases:
-    """A run there for each run folder, which a resumed run goes on with. Who and where is wandb's own to know."""
+def _wandb(config: TrainConfig, folder: Path) -> Board:
+    """A run there for each run folder, which a resumed run continues. Who and where is wandb's own to know."""
+    import wandb
 
-    def __init__(self, folder: Path, config: TrainConfig) -> None:
-        import wandb
-
-        identity = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
-        options: dict[str, Any] = {"name": folder.name, "id": identity, "resume": "allow", "dir": str(folder)}
-        self._run = wandb.init(project="gss", config=to_mapping(config), **options)
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = wandb.init(
+        project="gss",
+        name=folder.name,
+        id=hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest(),
+        resume="allow",
+        dir=str(folder),
+        config=to_mapping(config),
+    )
+    return Board(lambda step, values: run.log(dict(values), step=step), run.finish)

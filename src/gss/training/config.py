@@ -7,27 +7,13 @@ says what of two runs is not the same, leaving out what does not change the resu
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
+from gss.choices import check_fields, limited
 from gss.config import ModelConfig, override, parse_assignments, read_toml, to_mapping
 from gss.presets import preset
 from gss.recipes import read_recipe
 from gss.training.schedule import SCHEDULES
-
-
-def _check_choice(config: Any, name: str, prefix: str = "") -> None:
-    """Refuse a value that the field's type does not list."""
-    choices = get_args(get_type_hints(type(config))[name])
-    if getattr(config, name) not in choices:
-        raise ValueError(f"{prefix}{name} cannot be {getattr(config, name)!r}; choose from: {', '.join(choices)}")
-
-
-def _check_least(config: Any, prefix: str = "", **bounds: int) -> None:
-    """Refuse values under their bounds; None is no value."""
-    for name, least in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ValueError(f"{prefix}{name} must be at least {least}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,43 +24,34 @@ class OptimizerConfig:
     """AdamW (the paper's); Adafactor, which the Block-Recurrent Transformers were trained with: there rates are
     relative to each parameter's own size; or Muon, whose steps on the layers' matrices are orthogonal, with AdamW for
     everything else: it learns more from few steps, at the same rates as AdamW or somewhat higher ones."""
-    learning_rate: float = 1.6e-3
+    learning_rate: float = limited(1.6e-3, gt=0)
     """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
-    matrix_learning_rate: float | None = None
+    matrix_learning_rate: float | None = limited(None, gt=0)
     """Base rate of the layers' matrices, on the same schedule. None: `learning_rate`."""
     schedule: str = "cosine"
     """After the warm-up: a cosine to the final rate at the last step, or as 1/√step, never under the final rate."""
-    final_learning_rate: float = 1e-6
+    final_learning_rate: float = limited(1e-6, ge=0)
     """Where the schedule ends."""
-    warmup_steps: int = 1000
+    warmup_steps: int = limited(1000, ge=0)
     """Steps of linear warm-up; 0 for none."""
-    state_space_learning_rate: float = 1e-3
+    state_space_learning_rate: float = limited(1e-3, gt=0)
     """Rate of state-space parameters: constant, without warm-up."""
-    embedding_factor: float = 1.0
+    embedding_factor: float = limited(1.0, gt=0)
     """How many times the base rate the embedding has, which is the head too; its decay is divided by it. It starts as
     N(0, 1), and Adam moves every entry by about the rate a step, so that in a run of few steps it hardly learns: there
     √width is far better (docs/training.md)."""
-    weight_decay: float = 0.1
+    weight_decay: float = limited(0.1, ge=0)
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Adam's averages. The paper says Adam; 0.98 is what the example it takes its other numbers from uses.
     Adafactor takes the first as its momentum, 0 for none; its other average has no setting."""
-    epsilon: float = 1e-8
+    epsilon: float = limited(1e-8, gt=0)
     """Adam's guard against a zero denominator."""
-    clip_norm: float = 1.0
+    clip_norm: float = limited(1.0, gt=0)
     """Largest norm of all gradients together."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "name", "optimizer.")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimizer.schedule cannot be {self.schedule!r}; choose from: {', '.join(SCHEDULES)}")
-        rates = ("learning_rate", "matrix_learning_rate", "state_space_learning_rate")
-        for name in (*rates, "embedding_factor", "epsilon", "clip_norm"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} must be over 0, not {getattr(self, name)!r}")
-        for name in ("final_learning_rate", "weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} must be 0 or more, not {getattr(self, name)!r}")
+        check_fields(self, "optimizer.", schedule=SCHEDULES)
         if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
 
@@ -83,34 +60,34 @@ class OptimizerConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
-    every: int = 1000
+    every: int = limited(1000, ge=1)
     """Steps between checkpoints; one more is written at the end and on a stop."""
-    keep_last: int = 3
+    keep_last: int = limited(3, ge=2)
     """How many of the newest are kept: at least 2, so that there is one before a damaged one."""
-    keep_every: int | None = None
+    keep_every: int | None = limited(None, ge=1)
     """Also keep those whose step is a multiple of this. None: only the newest."""
 
     def __post_init__(self) -> None:
-        _check_least(self, "checkpoint.", every=1, keep_last=2, keep_every=1)
+        check_fields(self, "checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """What is measured and shown on the way."""
 
-    log_every: int = 10
+    log_every: int = limited(10, ge=1)
     """Steps between progress lines (the metrics file has every step)."""
-    evaluate_every: int = 1000
+    evaluate_every: int = limited(1000, ge=0)
     """Steps between evaluations on the validation split; 0 for none."""
     evaluate_lengths: tuple[int, ...] = ()
     """Lengths to evaluate at, cut to the longest document. Empty: the training length."""
-    evaluate_tokens: int = 1 << 18
+    evaluate_tokens: int = limited(1 << 18, ge=1)
     """Most validation tokens an evaluation scores."""
-    sample_every: int = 1000
+    sample_every: int = limited(1000, ge=0)
     """Steps between samples of text; 0 for none."""
     sample_prompt: str = ""
     """The prompt of samples. Empty: the start of a document."""
-    sample_tokens: int = 200
+    sample_tokens: int = limited(200, ge=1)
     """Tokens a sample."""
     tensorboard: bool = False
     """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
@@ -118,8 +95,7 @@ class ReportConfig:
     """Also send the numbers to Weights & Biases, as a run of the project gss (needs the wandb extra)."""
 
     def __post_init__(self) -> None:
-        least = {"log_every": 1, "evaluate_every": 0, "evaluate_tokens": 1, "sample_every": 0, "sample_tokens": 1}
-        _check_least(self, "report.", **least)
+        check_fields(self, "report.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +106,12 @@ class ParallelConfig:
 
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """Whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
-    context: int = 1
+    context: int = limited(1, ge=1)
     """Processes that share each sequence: each has a stretch of it, and states pass between them. Those of one
     sequence have consecutive ranks; the number of processes is a multiple of it."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "strategy", "parallel.")
-        _check_least(self, "parallel.", context=1)
+        check_fields(self, "parallel.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,26 +130,29 @@ class TrainConfig:
     start: str | None = None
     """Weights to start from: a run folder, an exported one, or "box"; the optimizer and the schedule are fresh. None:
     random weights."""
-    lora: int | None = None
+    lora: int | None = limited(None, ge=1)
     """Rank of what is learned on top of every dense layer of `start`, with everything else frozen. None: no LoRA."""
     tune: Literal["all", "state"] = "all"
     """What is learned: the weights, or only the state that the frozen model of `start` begins every text from."""
     seed: int = 0
     """Draws the first weights and the order of the data."""
-    steps: int = 125_000
+    steps: int = limited(125_000, ge=1)
     """Optimizer steps."""
-    length: int = 4096
+    length: int = limited(4096, ge=1)
     """L, tokens per row."""
-    batch_tokens: int = 1 << 19
+    batch_tokens: int = limited(1 << 19, ge=1)
     """Tokens a step over all processes: rows × length."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = limited(None, ge=1)
     """Tokens that one process runs at a time; gradients of several such batches are accumulated. None: all its rows."""
-    piece_tokens: int | None = None
+    piece_tokens: int | None = limited(None, ge=1)
     """Tokens of a row that are in memory at a time: the row is read in pieces, then back-propagated through piece by
     piece, exactly, for about a third more work. None: whole rows."""
     batching: Literal["segments", "lanes", "packed"] = "segments"
     """Independent segments of documents (the paper's); lanes, which follow documents with the state carried; or
     short documents packed into rows (LM1B)."""
+    eos_first: bool = False
+    """Whether rows that begin inside a document begin with the end-of-document id, as prompts do. Without it, a model
+    of long documents takes every prompt for the start of one, such as a book's title page."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast: parameters, states and state-space arithmetic stay in fp32. auto: bf16 on a GPU, else fp32."""
     device: str = "auto"
@@ -193,9 +171,7 @@ class TrainConfig:
     """Progress, evaluation, samples."""
 
     def __post_init__(self) -> None:
-        for name in ("tune", "batching", "precision"):
-            _check_choice(self, name)
-        _check_least(self, lora=1, steps=1, length=1, batch_tokens=1, micro_batch_tokens=1, piece_tokens=1)
+        check_fields(self)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "

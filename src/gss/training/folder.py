@@ -15,8 +15,8 @@ import torch
 
 import gss
 from gss.config import to_mapping
-from gss.data import Dataset, read_manifest
-from gss.data.shards import verify_files
+from gss.data import Dataset
+from gss.data.shards import MANIFEST
 from gss.io import checkpoint
 from gss.io.files import lock, write_file, write_json
 from gss.io.runs import read_metrics
@@ -113,32 +113,13 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-class UnchangedData:
-    """Watches the files of a run's data."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._seen = self._state()
-
-    def changed(self) -> str:
-        """What is not as it was at the start; empty where all is."""
-        dataset = self._dataset
-        if dataset.folder is None or dataset.manifest is None:
-            return ""
-        try:
-            verify_files(dataset.folder, dataset.manifest.splits[dataset.split]["files"], contents=False)
-            same = read_manifest(dataset.folder).hash == dataset.hash and self._state() == self._seen
-        except (OSError, ValueError) as error:
-            return str(error)
-        return "" if same else f"the files in {dataset.folder} are not those that the run started with"
-
-    def _state(self) -> list[tuple[int, int, int]]:
-        """What tells without reading it that a file of the data was touched."""
-        if self._dataset.folder is None or self._dataset.manifest is None:
-            return []
-        files = self._dataset.manifest.splits[self._dataset.split]["files"]
-        states = [(self._dataset.folder / name).stat() for name in sorted(files)]
-        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
+    """What tells, without reading them, that files of the data were touched, replaced or removed."""
+    if dataset.folder is None or dataset.manifest is None:
+        return []
+    names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]
+    found = [path.stat() if path.exists() else None for path in (dataset.folder / name for name in names)]
+    return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else (0, 0, 0) for file in found]
 
 
 def _environment(world_size: int, device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from gss.training import probe, snapshot, start
 from gss.training.boards import open_boards
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
-from gss.training.folder import RunFolder, UnchangedData, data_facts
+from gss.training.folder import RunFolder, data_facts, data_stamps
 from gss.training.interrupt import Interrupt
 from gss.training.progress import Progress, cpu_rate, matmul_rate, perplexity
 from gss.training.step import Stepper, StepResult
@@ -119,6 +119,7 @@ class _Run:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = probe.open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
+        self.batches.eos_first = config.eos_first
         torch.manual_seed(config.seed)
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
@@ -127,7 +128,7 @@ class _Run:
         self.progress = Progress(config.steps, boards, quiet or not world.leads)
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
-        self._data = UnchangedData(dataset)
+        self._data_stamps = data_stamps(dataset)
         self._flops = 3 * flops_per_token(config.model, config.length)
         self._peak = matmul_rate(world.device, torch.bfloat16 if self.stepper.precision == "bf16" else torch.float32)
         self._clock = time.perf_counter()
@@ -316,10 +317,11 @@ class _Run:
         self._saved_at = self.step
 
     def _write_checkpoint(self, tensors: snapshot.Groups, trainer: dict[str, Any]) -> None:
-        if what := self._data.changed():
+        if data_stamps(self.dataset) != self._data_stamps:
             raise ValueError(
-                f"the data changed under the run, so step {self.step:,} was not saved: {what}. Put the data back "
-                f"and run the same command again; it resumes from {self._newest()}"
+                f"the data changed under the run, so step {self.step:,} was not saved: the files in "
+                f"{self.dataset.folder} are not those that the run started with. Put them back and run the same "
+                f"command again; it resumes from {self._newest()}"
             )
         checkpoint.save(self.folder.checkpoints, self.step, tensors, trainer)
         if self.config.tune == "state":

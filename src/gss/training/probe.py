@@ -4,10 +4,8 @@ The only place where training meets `gss.evaluation` and `gss.generate`. Under F
 alike: each holds a part of the model.
 """
 
-import numpy as np
-
 from gss.data import Dataset, open_dataset
-from gss.evaluation import evaluate
+from gss.evaluation import evaluate, longest_document
 from gss.generate import Sampling, generate
 from gss.model import LanguageModel
 from gss.training.config import TrainConfig
@@ -28,8 +26,7 @@ def validation_losses(
 ) -> dict[int, float]:
     """Nats a token at each of the config's lengths; a length that no document reaches is cut to the longest."""
     report = config.report
-    before = np.cumsum(validation.lengths) - validation.lengths
-    longest = int(np.clip(report.evaluate_tokens - before, 0, validation.lengths).max())
+    longest = longest_document(validation, report.evaluate_tokens)
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
     result = evaluate(model, validation, lengths, max_tokens=report.evaluate_tokens, precision=precision)
     return {row.length: row.loss for row in result.rows if row.length is not None}

@@ -47,7 +47,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
 
 def _loaded(start: str, config: TrainConfig, dataset: Dataset) -> LanguageModel:
     """The trained model; refuses data with another vocabulary, and a config of another model."""
-    lm = load(start)
+    lm = load(start, weights="fp32")
     if dataset.manifest is not None and dataset.manifest.tokenizer["hash"] != lm.tokenizer.hash:
         raise ValueError(
             f"{dataset.folder} was prepared with another vocabulary than that of {start}, whose weights mean nothing "

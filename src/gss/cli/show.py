@@ -1,16 +1,43 @@
-"""Progress of a long job: a bar on a terminal, an occasional plain line where the output is piped."""
+"""What commands show: tables, and the progress of a long job."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 
 
+def table(
+    title: str | None,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    words: Sequence[str] = (),
+) -> "Table":
+    """Rows of text under a header; columns hold numbers, except the first and those that are named as `words`."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(title=escape(title) if title else None, caption=escape(caption))
+    for place, name in enumerate(header):
+        is_text = place == 0 or name in words
+        drawn.add_column(escape(name), justify="left" if is_text else "right", no_wrap=place == 0)
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    return drawn
+
+
 @contextmanager
 def share_bar(stage: str) -> Iterator[Callable[[str, float], None]]:
-    """Yields show(stage, share done from 0 to 1), which draws on standard error."""
+    """A bar on a terminal, an occasional plain line where standard error is piped.
+
+    Yields show(stage, share done from 0 to 1).
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
