@@ -214,7 +214,7 @@ def test_a_box_goes_to_transformers(shipped: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import gss.hf as exchange
 
-    exchange.export_run(shipped, tmp_path / "exported")
+    exchange.export_run("box", tmp_path / "exported")
     wrapped = exchange.GSSForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.arange(40).unsqueeze(0)
     torch.testing.assert_close(wrapped(tokens).logits, gss.load().model(tokens)[0])

@@ -86,6 +86,13 @@ def test_eval_keeps_its_numbers_at_80_columns(folders: tuple[Path, Path], monkey
         assert f"{row['bits_per_byte']:.3f}" in line
 
 
+def test_eval_of_one_document_says_so(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("the only one of the documents says little. " * 200, encoding="utf-8")
+    prepare([str(tmp_path / "one.txt")], tmp_path / "data", load_tokenizer("bytes"), valid=0.3, workers=1)
+    table = call("eval", folders[1], "--data", tmp_path / "data", "--lengths", "64")
+    assert "tokens of 1 document " in " ".join(f"{table} ".split()) + " "
+
+
 def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Path) -> None:
     data, run = folders
     config = json.loads((run / "config.json").read_text())

@@ -91,7 +91,8 @@ def evaluate_command(
         + [f"{scores[row.length]:.2f}" if row.length in scores else "" for scores in paper.values()]
         for row in result.rows
     ]
-    title = f"{name} on {split}, step {lm.step:,}: {result.tokens:,} tokens of {result.documents} documents"
+    documents = f"{result.documents:,} document{'s' * (result.documents > 1)}"
+    title = f"{name} on {split}, step {lm.step:,}: {result.tokens:,} tokens of {documents}"
     header = ["length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {corpus}" for corpus in paper)]
     caption = "±: standard error of the loss over documents; per word: perplexity per word."
     Console().print(table(title, header, cells, caption))

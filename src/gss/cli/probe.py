@@ -94,7 +94,8 @@ def context(
         columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
         columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
         columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
-    title = f"Loss of the same {first.tokens:,} tokens of {first.documents} documents by the true tokens before them"
+    read = f"{first.documents:,} document{'s' * (first.documents > 1)}"
+    title = f"Loss of the same {first.tokens:,} tokens of {read} by the true tokens before them"
     caption = (
         "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
         "standard error of the difference between replaced and its last row, over documents."

@@ -70,7 +70,6 @@ def browser_vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
         "kind": "unigram",
         "pieces": [piece.piece for piece in model.pieces],
         "scores": [piece.score if piece.type in (_NORMAL, _SYMBOL) else None for piece in model.pieces],
-        "symbols": [index for index, kind in enumerate(kinds) if kind == _SYMBOL],
         "bytes": [index for index, kind in enumerate(kinds) if kind == _BYTE],
         "unknown": kinds.index(_UNKNOWN),
     }

@@ -19,17 +19,11 @@ class Bytes {
 }
 
 class Unigram {
-  constructor({ pieces, scores, symbols, bytes, unknown }) {
+  constructor({ pieces, scores, bytes, unknown }) {
     this.bytes = bytes; // the id of each byte
     this.unknown = unknown;
     this.scores = scores; // of pieces that text is cut into; null for all others
-    const learned = scores.filter((score, id) => score !== null && !symbols.includes(id));
-    const most = learned.reduce((one, other) => Math.max(one, other));
-    this.worst = learned.reduce((one, other) => Math.min(one, other)) - UNKNOWN_PENALTY;
-    for (const id of symbols) scores[id] = utf8.encode(pieces[id]).length * most - 0.1;
-    // A run of one symbol, such as newlines, is cut apart from what is around it, so that ties do not hang on that.
-    const set = [...new Set(symbols.flatMap((id) => [...pieces[id]]))].map((each) => `\\u{${each.codePointAt(0).toString(16)}}`).join("");
-    this.parts = set ? new RegExp(`([${set}])\\1*|[^${set}]+`, "gu") : /[^]+/g;
+    this.worst = scores.reduce((least, score) => (score === null ? least : Math.min(least, score)), 0) - UNKNOWN_PENALTY;
     this.root = new Map();
     pieces.forEach((piece, id) => {
       if (scores[id] === null) return;
@@ -55,19 +49,18 @@ class Unigram {
   // A mark that is part of the text is spelled in bytes, since inside a piece it is a space.
   encode(text) {
     const mark = [...utf8.encode(MARK)].map((byte) => this.bytes[byte]);
-    const cut = (each) => (each.match(this.parts) ?? []).flatMap((part) => this.segment(part));
-    return text.split(MARK).flatMap((each, index) => [...(index ? mark : []), ...cut(each)]);
+    return text.split(MARK).flatMap((part, index) => [...(index ? mark : []), ...this.segment(part)]);
   }
 
   // The likeliest way to cut a text into pieces; of equally likely ones, that whose last piece begins first.
   segment(text) {
     const characters = [...text.replaceAll(" ", MARK)];
     const size = characters.length;
-    const total = new Float64Array(size + 1);
+    const total = new Float32Array(size + 1);
     const start = new Int32Array(size + 1).fill(-1);
     const chosen = new Int32Array(size + 1);
     const offer = (from, to, id, score) => {
-      const sum = score + total[from];
+      const sum = Math.fround(score + total[from]); // as SentencePiece adds, so that most ties fall alike
       if (start[to] !== -1 && sum <= total[to]) return;
       total[to] = sum;
       start[to] = from;
