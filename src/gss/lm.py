@@ -19,6 +19,7 @@ from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.quantized import quantize
 from gss.nn.state import ModelState
+from gss.ops.cpu.pages import use_large_pages
 from gss.precision import resolved, running
 from gss.sampling import Sampling, SamplingOptions
 from gss.scoring import score_sequences
@@ -190,6 +191,8 @@ def load(
         quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
+    if torch.device(device).type == "cpu":
+        use_large_pages(model)
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 
 
