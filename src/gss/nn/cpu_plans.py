@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.attention_plan import AttentionPlan
-from gss.nn.decode_plans import ForwardPlan, Rows, StateSpacePlan
-from gss.nn.decoding import Block
+from gss.nn.decode_plans import Rows, StateSpacePlan
+from gss.nn.decoding import Block, DecodePlan
 from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
 from gss.ops import cpu, matrix_state
@@ -88,12 +88,11 @@ class CompiledGSSPlan(StateSpacePlan):
         return super().step(x) if y is None else y
 
 
-class CompiledGSS2Plan(ForwardPlan):
+class CompiledGSS2Plan(DecodePlan):
     """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
 
     def __init__(self, layer: "GSS2Layer", state: LayerState) -> None:
-        self._layer: GSS2Layer = layer
-        self._kept, self._at = _tensors(layer), 0
+        self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
         # Both are those after the first token of a step; those after the others follow, of a row alone.
         self._states = Rows(state["modes"].clone())
