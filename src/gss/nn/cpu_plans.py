@@ -124,9 +124,8 @@ class CompiledGSS2Plan(DecodePlan):
         y = _call("gss2_layer", self._struct, x, self._at, *buffers)
         if y is None:
             assert length == 1, "only C keeps a state for every token"
-            y, after = self._layer(x, self.state())
-            self._states.tensor.copy_(after["modes"])
-            self._recent.tensor.copy_(self._after_one(after["recent"]))
+            y, after = self._layer(x, self._now())
+            self._put(after)
         self._at = length - 1
         return y
 
@@ -137,11 +136,7 @@ class CompiledGSS2Plan(DecodePlan):
         self._at -= count
 
     def state(self) -> LayerState:
-        modes = self._ahead[self._at - 1 : self._at] if self._at else self._states.tensor
-        return {
-            "modes": modes.clone(),
-            "recent": self._recent.tensor[:, self._at + 1 :][:, : self._layer.short.reach].clone(),
-        }
+        return {name: tensor.clone() for name, tensor in self._now().items()}
 
     def join(self, state: LayerState) -> None:
         self._settle()
@@ -153,12 +148,18 @@ class CompiledGSS2Plan(DecodePlan):
         for held in (self._states, self._recent):
             held.keep(rows)
 
+    def _now(self) -> LayerState:
+        modes = self._ahead[self._at - 1 : self._at] if self._at else self._states.tensor
+        return {"modes": modes, "recent": self._recent.tensor[:, self._at + 1 : self._at + 1 + self._layer.short.reach]}
+
+    def _put(self, state: LayerState) -> None:
+        self._states.tensor.copy_(state["modes"])
+        self._recent.tensor.copy_(self._after_one(state["recent"]))
+
     def _settle(self) -> None:
-        """Let the state be that after one token."""
+        """Let the state be that after the first token of a step."""
         if self._at:
-            now = self.state()
-            self._states.tensor.copy_(now["modes"])
-            self._recent.tensor.copy_(self._after_one(now["recent"]))
+            self._put(self._now())
             self._at = 0
 
     def _after_one(self, recent: Tensor) -> Tensor:
