@@ -1,16 +1,16 @@
-"""Decoding on a CPU beside llama.cpp: `gss-small` and a Llama of the same size, in one process and by turns.
+"""Decoding on a CPU beside llama.cpp: `gss-small`, `gss2-small` and a Llama of the same size, in one process by turns.
 
     pip install llama-cpp-python gguf
     python -m experiments.beside_llama --context 1024 --context 16384
 
 Random weights, greedy, one sequence, the same threads. Each round decodes 64 tokens with one side and then with the
-other, so that whatever else the machine does meets both; the figure is the median of the rounds' ratios. On a machine
-that others use as well, `--processor-time --threads 1` leaves out the time in which neither side runs.
+others, so that whatever else the machine does meets all; a ratio is the median of the rounds'. On a machine that others
+use as well, `--processor-time --threads 1` leaves out the time in which neither side runs. It prints a table in
+Markdown, a row as soon as it is measured.
 """
 
 import argparse
 import ctypes
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +23,7 @@ import torch
 import gss
 from gss.decode import Decoder, read
 from gss.nn.quantized import quantize
+from gss.ops.cpu.pages import use_large_pages
 
 VOCABULARY, WIDTH, DEPTH, HEADS, INNER = 32_000, 512, 12, 8, 928
 FORMATS = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
@@ -104,12 +105,13 @@ def _quiet(*_: Any) -> None:
 
 
 @torch.no_grad()
-def ours(weights: str, context: int) -> Callable[[], None]:
-    """What decodes a round of tokens after a context, with `gss-small`."""
-    model = gss.build_model(gss.preset("gss-small"), seed=0).eval()
+def ours(preset: str, weights: str, context: int) -> Callable[[], None]:
+    """What decodes a round of tokens after a context, with one of our models."""
+    model = gss.build_model(gss.preset(preset), seed=0).eval()
     state = read(model, torch.randint(0, VOCABULARY, (1, context)))[1]
     if weights != "fp32":
         quantize(model, weights)
+    use_large_pages(model)  # as `gss.load` does
     decoder = Decoder(model, state)
     decoder.generate(1, torch.zeros(1, dtype=torch.int64))
 
@@ -123,33 +125,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Decoding on a CPU beside llama.cpp.")
     parser.add_argument("--context", type=int, action="append", help="tokens read before; repeatable")
     parser.add_argument("--weights", choices=FORMATS, action="append", help="repeatable; default: all")
+    parser.add_argument("--model", action="append", help="a preset of ours; repeatable; default: gss-small, gss2-small")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--processor-time", action="store_true", help="of the process; with one thread")
     options = parser.parse_args()
     clock = time.process_time if options.processor_time else time.perf_counter
     torch.set_num_threads(options.threads)
+    presets = options.model or ["gss-small", "gss2-small"]
+    print(f"tokens per second | {' | '.join(presets)} | llama.cpp | {' | '.join(f'{name}, times' for name in presets)}")
+    print("|".join(["---"] * (2 + 2 * len(presets))))
     for context in options.context or [1024]:
         for weights in options.weights or FORMATS:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "llama.gguf"
                 write_llama(path, FORMATS[weights])
-                sides = [ours(weights, context), llama(path, context, options.threads, (options.rounds + 2) * TOKENS)]
-                seconds: list[list[float]] = []
-                for _ in range(options.rounds + 1):  # the first is left out
-                    pair = []
-                    for run in sides:
-                        started = clock()
-                        run()
-                        pair.append(clock() - started)
-                    seconds.append(pair)
-            speeds = [TOKENS / statistics.median(side) for side in zip(*seconds[1:], strict=True)]
-            ratio = statistics.median(theirs / own for own, theirs in seconds[1:])
-            print(
-                f"after {context:,}: gss-small {weights} {speeds[0]:,.0f} tokens/s, "
-                f"llama.cpp {FORMATS[weights]} {speeds[1]:,.0f}, median ratio {ratio:.2f}",
-                flush=True,
-            )
+                sides = [ours(preset, weights, context) for preset in presets]
+                sides.append(llama(path, context, options.threads, (options.rounds + 2) * TOKENS))
+                seconds = np.array([[_timed(run, clock) for run in sides] for _ in range(options.rounds + 1)])[1:]
+            speeds = [f"{speed:,.0f}" for speed in TOKENS / np.median(seconds, axis=0)]
+            ratios = [f"{ratio:.2f}" for ratio in np.median(seconds[:, -1:] / seconds[:, :-1], axis=0)]
+            print(" | ".join([f"after {context:,}, {weights}, {FORMATS[weights]}", *speeds, *ratios]), flush=True)
+
+
+def _timed(run: Callable[[], None], clock: Callable[[], float]) -> float:
+    started = clock()
+    run()
+    return clock() - started
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"model", "nn", "ops", "precision", "graph_decode", "sampling"},
     "generate": {"model", "nn", "data", "precision", "decode"},
     "scoring": {"model", "nn"},
-    "lm": {"model", "nn", "sampling", "data", "precision", "generate", "io", "io.files", "scoring", "box"},
+    "lm": {"model", "ops", "nn", "sampling", "data", "precision", "generate", "io", "io.files", "scoring", "box"},
     "evaluation": {"model", "nn", "data", "precision", "scoring", "lm"},
     "training": {*_RUN - {"ops", "scoring", "decode"}, "choices", "pieces", "accounting", "presets", "recipes"},
     "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},

@@ -19,6 +19,7 @@ from gss.model import LanguageModel, build_model
 from gss.nn.context import Context
 from gss.nn.quantized import is_quantized, quantize, unpacked_state
 from gss.nn.state import ModelState
+from gss.ops.cpu.pages import use_large_pages
 from gss.precision import resolved, running
 from gss.sampling import Sampling, SamplingOptions
 from gss.scoring import score_sequences
@@ -193,6 +194,8 @@ def load(
         quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
+    if torch.device(device).type == "cpu":
+        use_large_pages(model)
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 
 

@@ -1,7 +1,12 @@
 """Layers whose decode step is one call of C: the model's own answers, whatever the rows, drafts and fallbacks."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import gss
 from gss.decode import Decoder, Engine, Request, Sampling
@@ -9,6 +14,7 @@ from gss.nn import cpu_plans
 from gss.nn.lora import add_lora
 from gss.nn.quantized import quantize
 from gss.ops import cpu, fast
+from gss.ops.cpu.pages import use_large_pages
 from tests.comparing import relative_error
 from tests.conftest import small_config
 
@@ -150,3 +156,22 @@ def test_the_largest() -> None:
             row[size // 3] = wrong
             assert found.gss_largest(size, row.data_ptr()) == -1
         assert found.gss_largest(size, torch.full((size,), -float("inf")).data_ptr()) == -1
+
+
+@torch.no_grad()
+def test_large_pages(tmp_path: Path) -> None:
+    """The same tensors in another place, each still a tensor of its own."""
+    model = gss.build_model(gss.preset("gss-tiny", vocab_size=8000), seed=0)
+    before = {name: (tensor, tensor.clone(), tensor.data_ptr()) for name, tensor in model.named_parameters()}
+    use_large_pages(model)
+    for name, tensor in model.named_parameters():
+        same, copy, place = before[name]
+        assert same is tensor
+        assert torch.equal(tensor, copy)
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.data_ptr() != place or not hasattr(mmap, "MADV_HUGEPAGE")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")  # which refuses tensors that share memory
+    small = nn.Linear(4, 4)
+    place = small.weight.data_ptr()
+    use_large_pages(small)  # not worth a page
+    assert small.weight.data_ptr() == place

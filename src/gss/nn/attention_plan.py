@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decode_plans import Rows
-from gss.nn.decoding import without_gaps
+from gss.nn.decoding import DecodePlan, without_gaps
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
 from gss.ops.products import MOST_ROWS
@@ -46,7 +46,7 @@ class _Cache:
             held.keep(order)
 
 
-class AttentionPlan:
+class AttentionPlan(DecodePlan):
     """A Transformer block whose keys and values lie in buffers that are written in place.
 
     Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
@@ -86,9 +86,6 @@ class AttentionPlan:
                 attended[cache.rows] = self._attend(cache, *(t[cache.rows] for t in together))
         self._lengths = [length + 1 for length in self._lengths]
         return attended.transpose(1, 2)
-
-    def fold(self) -> None:
-        pass
 
     def _attend(self, cache: _Cache, query: Tensor, *new: Tensor) -> Tensor:
         """Query, key and value of the rows of a cache → what they attend to, [B, h, 1, d] each."""

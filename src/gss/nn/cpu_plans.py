@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.attention_plan import AttentionPlan
-from gss.nn.decode_plans import ForwardPlan, Rows, StateSpacePlan
-from gss.nn.decoding import Block
+from gss.nn.decode_plans import Rows, StateSpacePlan
+from gss.nn.decoding import Block, DecodePlan
 from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
 from gss.ops import cpu, matrix_state
@@ -88,12 +88,11 @@ class CompiledGSSPlan(StateSpacePlan):
         return super().step(x) if y is None else y
 
 
-class CompiledGSS2Plan(ForwardPlan):
+class CompiledGSS2Plan(DecodePlan):
     """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
 
     def __init__(self, layer: "GSS2Layer", state: LayerState) -> None:
-        self._layer: GSS2Layer = layer
-        self._kept, self._at = _tensors(layer), 0
+        self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
         # Both are those after the first token of a step; those after the others follow, of a row alone.
         self._states = Rows(state["modes"].clone())
@@ -125,9 +124,8 @@ class CompiledGSS2Plan(ForwardPlan):
         y = _call("gss2_layer", self._struct, x, self._at, *buffers)
         if y is None:
             assert length == 1, "only C keeps a state for every token"
-            y, after = self._layer(x, self.state())
-            self._states.tensor.copy_(after["modes"])
-            self._recent.tensor.copy_(self._after_one(after["recent"]))
+            y, after = self._layer(x, self._now())
+            self._put(after)
         self._at = length - 1
         return y
 
@@ -138,11 +136,7 @@ class CompiledGSS2Plan(ForwardPlan):
         self._at -= count
 
     def state(self) -> LayerState:
-        modes = self._ahead[self._at - 1 : self._at] if self._at else self._states.tensor
-        return {
-            "modes": modes.clone(),
-            "recent": self._recent.tensor[:, self._at + 1 :][:, : self._layer.short.reach].clone(),
-        }
+        return {name: tensor.clone() for name, tensor in self._now().items()}
 
     def join(self, state: LayerState) -> None:
         self._settle()
@@ -154,12 +148,18 @@ class CompiledGSS2Plan(ForwardPlan):
         for held in (self._states, self._recent):
             held.keep(rows)
 
+    def _now(self) -> LayerState:
+        modes = self._ahead[self._at - 1 : self._at] if self._at else self._states.tensor
+        return {"modes": modes, "recent": self._recent.tensor[:, self._at + 1 : self._at + 1 + self._layer.short.reach]}
+
+    def _put(self, state: LayerState) -> None:
+        self._states.tensor.copy_(state["modes"])
+        self._recent.tensor.copy_(self._after_one(state["recent"]))
+
     def _settle(self) -> None:
-        """Let the state be that after one token."""
+        """Let the state be that after the first token of a step."""
         if self._at:
-            now = self.state()
-            self._states.tensor.copy_(now["modes"])
-            self._recent.tensor.copy_(self._after_one(now["recent"]))
+            self._put(self._now())
             self._at = 0
 
     def _after_one(self, recent: Tensor) -> Tensor:

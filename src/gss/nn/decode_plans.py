@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gss.nn.decoding import Block
+from gss.nn.decoding import Block, DecodePlan
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
@@ -46,7 +46,7 @@ class Rows:
         self.tensor = self._room[: len(rows)]
 
 
-class ForwardPlan:
+class ForwardPlan(DecodePlan):
     """Any layer, by its own contract."""
 
     def __init__(self, layer: SequenceLayer, state: LayerState) -> None:
@@ -55,15 +55,6 @@ class ForwardPlan:
     def step(self, x: Tensor) -> Tensor:
         y, self._state = self._layer(x, self._state)
         return y
-
-    def ahead(self) -> int:
-        return 1
-
-    def rewind(self, count: int) -> None:
-        assert not count, "a state cannot go back"
-
-    def fold(self) -> None:
-        pass
 
     def state(self) -> LayerState:
         return self._state
@@ -76,7 +67,7 @@ class ForwardPlan:
         self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
 
 
-class StateSpacePlan:
+class StateSpacePlan(DecodePlan):
     """A layer whose tokens mix in state spaces: its own `forward`, with every state space in its blocked form."""
 
     def __init__(

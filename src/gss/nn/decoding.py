@@ -61,29 +61,35 @@ def without_gaps(gone: Sequence[bool]) -> list[int]:
     return order
 
 
-class DecodePlan(Protocol):
+class DecodePlan:
     """One layer, reading a token at a time (`gss.nn.decode_plans`)."""
 
     def step(self, x: Tensor) -> Tensor:
         """The outputs [B, L, E] for the next tokens of each row: one, or as many as `ahead` allows."""
+        raise NotImplementedError
 
     def ahead(self) -> int:
         """How many tokens of a row alone can be read in a step so that the last of them can be taken back."""
+        return 1
 
     def rewind(self, count: int) -> None:
-        """Take back the last tokens of a step; the block's own cursor is the decoder's to move."""
+        """Take back the last tokens of a step, not all; the block's own cursor is the decoder's to move."""
+        assert not count, "a single token is never taken back"
 
     def fold(self) -> None:
-        """Take a full block of tokens into the state."""
+        """Take a full block of tokens into the state, if the plan has not done so at every token."""
 
     def state(self) -> dict[str, Tensor]:
         """The state after what has been read."""
+        raise NotImplementedError
 
     def join(self, state: dict[str, Tensor]) -> None:
         """Add the rows of a state, after those that are there."""
+        raise NotImplementedError
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
+        raise NotImplementedError
 
 
 class GPUPlan(Protocol):

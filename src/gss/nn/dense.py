@@ -17,6 +17,7 @@ def dense(
     """
     layer = nn.Linear(inputs, outputs * blocks, bias=config.bias if bias is None else bias)
     layer.blocks = blocks  # type: ignore[assignment]  # Muon takes each for a matrix of its own
+    layer.last = last  # type: ignore[assignment]  # in 4 bits, its rounding would cost the most
     for block in layer.weight.chunk(blocks):
         nn.init.xavier_uniform_(block)
     if last and config.zero_outputs:
