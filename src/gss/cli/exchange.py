@@ -1,17 +1,17 @@
-"""Commands that write a model anew: export and import, which exchange models with `transformers`, and quantize."""
+"""Commands that write a model in another form: export and import for `transformers`, and quantize."""
 
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gss.cli.options import Step
 
 
 def export_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
+    run: Annotated[Path, Argument(help="A run folder that `gss train` made.")],
+    out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
     step: Step = None,
 ) -> None:
     """Write a run's model as a folder that `transformers` loads, with its tokenizer and a model card."""
@@ -19,21 +19,17 @@ def export_command(
 
 
 def import_command(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")
-    ],
-    run: Annotated[Path, typer.Argument(help="The run folder to create; it must be new or empty.")],
+    folder: Annotated[Path, Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")],
+    run: Annotated[Path, Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
     print(f"wrote {_classes().import_folder(folder, run)}")
 
 
 def quantize_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
-    out: Annotated[
-        Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
-    ] = None,
-    bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
+    run: Annotated[Path, Argument(help="A run folder that `gss train` made.")],
+    out: Annotated[Path | None, Argument(help="The run folder to create. Default: RUN-int8 and so on.")] = None,
+    bits: Annotated[int, Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
     step: Step = None,
 ) -> None:
     """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""

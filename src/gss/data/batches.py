@@ -107,7 +107,7 @@ class Batches:
 
 
 class _ShuffledRows(Batches):
-    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled anew each epoch.
+    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled again in each epoch.
 
     The last step of an epoch is filled with rows of padding, so that an epoch holds every target exactly once.
     """

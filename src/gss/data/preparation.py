@@ -122,7 +122,7 @@ def _read_share(share: str) -> dict[str, Any]:
         if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{share} does not describe a part of a corpus: prepare it anew, with --force") from None
+        raise ValueError(f"{share} does not describe a part of a corpus: prepare it again, with --force") from None
     return asked
 
 
@@ -259,8 +259,8 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
                 report(done, total)
         except BrokenProcessPool as error:
             raise ValueError(
-                "a worker process was killed, most likely for want of memory: run the same command again with fewer "
-                "--workers; it continues"
+                "a worker process was killed, most likely because memory ran out: run the same command again with "
+                "fewer --workers; it continues"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

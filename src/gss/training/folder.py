@@ -18,7 +18,7 @@ from gss.config import to_mapping
 from gss.data import Dataset
 from gss.data.shards import MANIFEST
 from gss.io import checkpoint
-from gss.io.files import lock, write_file, write_json
+from gss.io.files import lock, read_json, write_file, write_json
 from gss.io.runs import read_metrics
 from gss.training.config import TrainConfig
 
@@ -70,7 +70,11 @@ class RunFolder:
         if dataset.manifest is not None:
             dataset.tokenizer().save(self.path / "tokenizer")
         path = self.path / "environment.json"
-        write_json(path, [*_starts(path), _environment(world_size, device)])
+        try:
+            starts = read_json(path, list)
+        except (OSError, ValueError):  # a record that cannot be read is started over
+            starts = []
+        write_json(path, [*starts, _environment(world_size, device)])
 
     def cut_metrics(self, step: int) -> None:
         """Drop rows after a step: those of work that was lost with the process, which will be done again."""
@@ -88,15 +92,6 @@ class RunFolder:
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
         write_file(folder / f"step-{step:08d}.txt", text + "\n")
-
-
-def _starts(path: Path) -> list[Any]:
-    """The starts that are on record; a record that is no longer one is begun anew."""
-    try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return starts if isinstance(starts, list) else []
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class _Run:
             self.progress.note(f"warning: {what}; using the one before it")
         if path is None and damaged:
             raise ValueError(
-                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start anew"
+                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start over"
             )
         return -1 if path is None else checkpoint.step_of(path)
 
@@ -224,7 +224,7 @@ class _Run:
         self.progress.note(
             f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
             f"{f', of which {learned:,} are learned,' if config.start else ''} on {world.size} × {world.device.type}; "
-            f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
+            f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps per "
             f"epoch; run folder {self.folder.path}"
         )
         if config.report.evaluate_every and self.validation is None:

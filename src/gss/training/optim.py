@@ -73,31 +73,28 @@ def _rate(group: str, config: OptimizerConfig, scheduled: float) -> float:
     return scheduled * config.embedding_factor if group == EMBEDDING else scheduled
 
 
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(model, config), betas=config.betas, eps=config.epsilon, fused=True)
+Groups = list[dict[str, Any]]
 
 
-def _adafactor(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return Adafactor(parameter_groups(model, config), momentum=config.betas[0])
-
-
-def _muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in parameter_groups(model, config)]
+def _muon(model: nn.Module, groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in groups]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     blocks: dict[Tensor, int] = {module.weight: getattr(module, "blocks", 1) for module in linear}
     return Muon(groups, betas=config.betas, epsilon=config.epsilon, blocks=blocks)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adafactor": _adafactor,
+OPTIMIZERS: dict[str, Callable[[nn.Module, Groups, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": lambda model, groups, config: torch.optim.AdamW(
+        groups, betas=config.betas, eps=config.epsilon, fused=True
+    ),
+    "adafactor": lambda model, groups, config: Adafactor(groups, momentum=config.betas[0]),
     "muon": _muon,
 }
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the model's parameters in their groups."""
-    return OPTIMIZERS[config.name](model, config)
+    return OPTIMIZERS[config.name](model, parameter_groups(model, config), config)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:
