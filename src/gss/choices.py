@@ -11,7 +11,6 @@ import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import field, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,13 +41,11 @@ def limited(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"limits": limits})
 
 
-_hints = cache(typing.get_type_hints)
-
-
 def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
     """Refuse a value outside its field's limits, or not among the choices of its type or those registered here."""
+    hints = typing.get_type_hints(type(config))
     for each in fields(config):
-        name, kind, given = each.name, _hints(type(config))[each.name], getattr(config, each.name)
+        name, kind, given = each.name, hints[each.name], getattr(config, each.name)
         limits = each.metadata.get("limits", {})
         if limits and not (given is None and type(None) in typing.get_args(kind)):
             if int in (kind, *typing.get_args(kind)) and type(given) is not int:

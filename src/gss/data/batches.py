@@ -176,9 +176,9 @@ def _pack(ends: Numbers, length: int) -> list[int]:
 class Lanes(Batches):
     """Each row of the batch, its lane, follows one document after another, its state carried from step to step.
 
-    Documents are dealt to the B lanes once, the longest first to the shortest lane, so that lanes end together and an
-    epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their order
-    in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first column:
+    Documents are assigned to the B lanes once, the longest first to the shortest lane, so that lanes end together and
+    an epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their
+    order in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first column:
     `starts` marks where a row's state must be fresh.
     """
 
@@ -189,8 +189,8 @@ class Lanes(Batches):
                 f"{len(dataset)} documents cannot fill {batch_size} lanes: use a smaller batch, or independent segments"
             )
         self._segments = -(-dataset.lengths // length)
-        self._dealt = _deal(self._segments, batch_size)
-        self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._dealt)
+        self._assigned = _assign(self._segments, batch_size)
+        self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._assigned)
         self._lanes_of = lru_cache(maxsize=1)(self._shuffled_lanes)
 
     @property
@@ -218,20 +218,20 @@ class Lanes(Batches):
         """Each lane's documents in this epoch's order, and its segments up to each one's end."""
         lanes = []
         for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
-            documents = _shuffled(self._dealt[number], derive_key(self.seed, epoch, 1 + lane))
+            documents = _shuffled(self._assigned[number], derive_key(self.seed, epoch, 1 + lane))
             lanes.append((documents, np.cumsum(self._segments[documents])))
         return lanes
 
 
-def _deal(segments: Numbers, lanes: int) -> list[Numbers]:
-    """Documents by lane, dealt from the longest on to the lane that is shortest so far."""
-    dealt: list[list[int]] = [[] for _ in range(lanes)]
+def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
+    """Documents by lane: from the longest on, each goes to the lane that is shortest so far."""
+    assigned: list[list[int]] = [[] for _ in range(lanes)]
     shortest = [(0, lane) for lane in range(lanes)]
     for document in np.argsort(-segments, kind="stable").tolist():
         filled, lane = heapq.heappop(shortest)
-        dealt[lane].append(document)
+        assigned[lane].append(document)
         heapq.heappush(shortest, (filled + int(segments[document]), lane))
-    return [np.asarray(documents, np.int64) for documents in dealt]
+    return [np.asarray(documents, np.int64) for documents in assigned]
 
 
 class Prefetch:

@@ -79,7 +79,7 @@ def prepare(
         "parts": len(parts),
         "share": list(share),
     }
-    with _workshop(Path(out), spans) as work:
+    with _working_folder(Path(out), spans) as work:
         there = _already_there(Path(out), asked, spans, force)
         if there is not None:
             return there
@@ -108,7 +108,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     if len(given) != machines or given != [[number, machines] for number in range(1, machines + 1)]:
         names = ", ".join(f"{number}/{of}" for number, of in given)
         raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
-    with _workshop(Path(out), []) as work:
+    with _working_folder(Path(out), []) as work:
         there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
         return there or _merge([share for share, _ in found], work, Path(out))
 
@@ -171,7 +171,7 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
 
 
 @contextmanager
-def _workshop(target: Path, spans: list[Span]) -> Iterator[Path]:
+def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
     """The folder beside the target where the work is done, for this process alone; gone when all went well.
 
     Refuses to work where a source lies: what is there is cleared away in the end.

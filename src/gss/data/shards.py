@@ -3,7 +3,7 @@
 For each split: `<split>.tokens`, every document's ids followed by the end-of-document id; `<split>.documents`, columns
 of little-endian 64-bit numbers one after another (where each document's tokens end, its bytes, its words, its digest
 in two halves); `<split>.names`, one JSON string per line. `manifest.json` counts and hashes all of it, and itself. It
-holds no times or absolute places, so that the same corpus gives the same bytes. `parts` writes these files; everything
+holds no times or absolute paths, so that the same corpus gives the same bytes. `merge` writes these files; everything
 here but `write_manifest` only reads. Knows nothing of how documents become batches.
 """
 

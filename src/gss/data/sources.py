@@ -79,7 +79,7 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
     """The file that is named, or every file under the folder that is, each as a span; none where there is neither.
 
     They come in the order of their names, a folder's own files before those further down. Hidden files are left out.
-    The kind of one that is not text to us is empty.
+    A file that is not text has an empty kind.
     """
 
     def whole(path: str, name: str, size: int, stamp: int) -> Span:
@@ -170,7 +170,7 @@ def split_of_name(name: str) -> str | None:
 
 
 def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
-    """How a file is read, by the ending of its name; empty for one that is not text to us."""
+    """How a file is read, by the ending of its name; empty where it is not text."""
     plain = name.lower()
     compressed = plain.endswith(COMPRESSIONS)
     if compressed:

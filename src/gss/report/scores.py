@@ -1,6 +1,6 @@
 """Held-out scores of a run: kept ones where there are, else computed within a budget, else why there are none.
 
-Kept scores lie in RUN/evaluations/, one file per split, step and corpus, in the form that `gss eval --json` prints. A
+Stored scores are in RUN/evaluations/, one file per split, step and corpus, in the form that `gss eval --json` prints. A
 report keeps there what it computes, so that the next one is quick.
 """
 

@@ -1,4 +1,4 @@
-"""One process or many: who this process is, how the model is spread, and the few words processes exchange.
+"""One process or many: who this process is, how the model is spread, and what processes tell each other.
 
 torch's own engine: torchrun starts the processes, DDP or FSDP2 spreads the model, gloo and NCCL carry tensors. Alone,
 everything here is the identity. Knows nothing of data, losses or files.
@@ -45,7 +45,7 @@ class World:
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
+        """Whether the flag is set in any process."""
         if self.size == 1:
             return flag
         word = torch.tensor(int(flag))  # on the CPU: gloo carries it, and no GPU work is waited for
