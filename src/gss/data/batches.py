@@ -178,8 +178,8 @@ class Lanes(Batches):
 
     Documents are assigned to the B lanes once, the longest first to the shortest lane, so that lanes end together and
     an epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their
-    order in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first column:
-    `starts` marks where a row's state must be fresh.
+    order in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first
+    column: `starts` marks where a row's state must be fresh.
     """
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
