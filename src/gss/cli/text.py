@@ -4,7 +4,7 @@ import inspect
 import json
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,28 +93,21 @@ def _print(
     if alone and echo:
         print(prompts[0], end="", flush=True)
     started, first, produced, since = time.perf_counter(), 0.0, 0, 0
-    written: dict[tuple[int, int], list[str]] = defaultdict(list)
-    counts: Counter[tuple[int, int]] = Counter()
-    done: dict[tuple[int, int], str] = {}
+    written: dict[tuple[int, int], list[TextPiece]] = defaultdict(list)
     order = iter((place, sample) for place in range(len(prompts)) for sample in range(samples))
     waiting = next(order, None)
     for piece in texts:
         if not first:
             first, since = time.perf_counter(), -piece.tokens
         produced += piece.tokens
-        key = piece.prompt, piece.sample
-        written[key].append(piece.text)
-        counts[key] += piece.tokens
         if alone:
             print(piece.text, end="" if not piece.finish else "\n", flush=True)
             continue
-        if piece.finish:
-            done[key] = piece.finish
-        while waiting in done:
-            assert waiting is not None
-            text, prompt = "".join(written[waiting]), prompts[waiting[0]]
-            facts = {"prompt": prompt, "text": text, "tokens": counts[waiting], "finish": done[waiting]}
-            facts["seed"] = seed + waiting[1]
+        written[piece.prompt, piece.sample].append(piece)
+        while waiting and (pieces := written[waiting]) and pieces[-1].finish:
+            text, prompt = "".join(each.text for each in pieces), prompts[waiting[0]]
+            facts = {"prompt": prompt, "text": text, "tokens": sum(each.tokens for each in pieces)}
+            facts |= {"finish": pieces[-1].finish, "seed": seed + waiting[1]}
             print(json.dumps(facts, ensure_ascii=False) if as_json else (prompt if echo else "") + text, flush=True)
             waiting = next(order, None)
     now = time.perf_counter()
