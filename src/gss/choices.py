@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
-    """The end of an error about a name that is none: those that it looks like a slip of, or the names there are.
+    """The end of an error about an unknown name: the names that it resembles, or else all of them.
 
     `dotted` are names of settings in groups, of which the last part may be all that was given.
     """

@@ -217,7 +217,7 @@ def test_a_vocabulary_too_large_for_its_dtype(corpus: Path, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="made id 257, outside its own size 257"):
         prepare([str(corpus)], tmp_path / "lying", Lying(), workers=1)
-    with pytest.raises(ValueError, match="ids must lie in"):
+    with pytest.raises(ValueError, match="ids must be in"):
         dataset_from_arrays([[5]], vocab_size=5, eos_id=0)
 
 

@@ -4,7 +4,7 @@ There is no iterator state: asking for a step gives that step, on any rank, afte
 contiguous rows of the global batch, so that the global batch is the same for every world size.
 
 A document's targets are its stored ids, its end-of-document id included; the input at each position is the id before.
-Before a document's first id stands the end-of-document id, which is also what lies before it in the token file, so
+Before a document's first id comes the end-of-document id, which is also what precedes it in the token file, so
 inputs are targets shifted by one everywhere. B batch, L length.
 """
 
@@ -91,7 +91,7 @@ class Batches:
             targets[row, :count] = stream[begin:end]
             if begin:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
-            elif count:  # before the first document of all stands the id that ends documents, too
+            elif count:  # the very first document follows the end-of-document id, too
                 tokens[row, 1:count] = stream[: end - 1]
             if first < last:  # documents that begin inside the row
                 starts[row, self.dataset.ends[first:last] - begin] = True
@@ -238,7 +238,7 @@ class Prefetch:
     """One rank's batches as tensors on `device`, from `start_step` up to `stop_step` if given, made ahead by a thread.
 
     It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
-    again at any step. On their way to a GPU batches lie in pinned memory. Use it in a `with` block, or call `close`, so
+    again at any step. Batches on their way to a GPU are in pinned memory. Use it in a `with` block, or call `close`, so
     that the thread ends when the training loop does.
     """
 

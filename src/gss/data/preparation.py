@@ -174,12 +174,12 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
 def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
     """The folder beside the target where the work is done, for this process alone; gone when all went well.
 
-    Refuses to work where a source lies: what is there is cleared away in the end.
+    Refuses a folder that holds a source: everything in it is deleted in the end.
     """
     work = target.with_name(target.name + ".preparing")
     paths = {Path(span.path) for span in spans if not is_url(span.path)}
     parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
-    # A link counts where it lies and where it leads.
+    # A link counts at its own place and at its target.
     places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
     for folder in (target, work):
         resolved = folder.resolve()

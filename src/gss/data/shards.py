@@ -297,7 +297,7 @@ def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, 
     whole = [np.asarray([*document, eos_id], np.int64) for document in documents]
     tokens = np.concatenate(whole)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(f"ids must lie in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}")
+        raise ValueError(f"ids must be in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}")
     ends = np.cumsum([len(document) for document in whole])
     unknown = np.zeros(len(whole), np.int64)
     return Dataset(tokens, ends, unknown, unknown, vocab_size=vocab_size, eos_id=eos_id, split="train")

@@ -126,7 +126,7 @@ def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> lis
     if rule == "own" and None in splits:
         name = files[splits.index(None)].name
         raise ValueError(
-            f"{name} is in no split: with --splits own every file lies in a folder train, valid or test, or its "
+            f"{name} is in no split: with --splits own every file is in a folder train, valid or test, or its "
             "name begins so; use --splits hash"
         )
     own = rule == "own" or (rule == "auto" and None not in splits)
@@ -160,7 +160,7 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
 
 
 def split_of_name(name: str) -> str | None:
-    """The split that a file's folder or own name tells."""
+    """The split that a file's folder or its own name gives."""
     *folders, own = name.lower().split("/")
     for folder in folders:
         if folder in _SPLIT_NAMES:

@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
 _BELOW = ("tokenizer", "vocabulary")  # where run folders and exported ones have it
-MAX_VOCABULARY = 1 << 24  # ids; what counts them has a number for each, and no vocabulary has half as many
+MAX_VOCABULARY = 1 << 24  # ids; counting them takes a number per id, and no published vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 # Ends of documents by the names that published vocabularies give them, the most specific first.

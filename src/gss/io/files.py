@@ -86,7 +86,7 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
 def read_whole(path: Path) -> bytes:
     """The contents of a regular file; refused where it is so large that reading it could be an attack."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > _LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, and a file of its kind at most {_LARGEST:,}")
     return path.read_bytes()

@@ -131,7 +131,7 @@ def _row(values: dict[str, Any]) -> LengthResult:
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON has null for are NaN again; a length of null is none, but whole documents."""
+    """Numbers that are null in JSON become NaN again; a length of null stays None, for whole documents."""
     return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""What tells runs apart, in words and tables: the figures of a run, scores by length, settings that differ."""
+"""How runs compare, in words and tables: the figures of a run, scores by length, settings that differ."""
 
 import math
 from collections.abc import Sequence

@@ -41,7 +41,7 @@ class RunFolder:
             raise ValueError(f"{self.path} is a file: give a folder for the run")
         ours = ("lock", "config.json")
         if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path / name).exists() for name in ours):
-            raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
+            raise ValueError(f"{self.path} is not empty and is not a run folder: give another --out")
         for written in (self.path / "lock", self.metrics):
             # In a folder from elsewhere, a link could have us write anywhere.
             if written.is_symlink() or (written.exists() and not written.is_file()):
@@ -109,7 +109,7 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
-    """What tells, without reading them, that files of the data were touched, replaced or removed."""
+    """Shows, without reading them, whether files of the data were touched, replaced or removed."""
     if dataset.folder is None or dataset.manifest is None:
         return []
     names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]

@@ -1,7 +1,7 @@
 """The training loop: from a config, prepared data and a run folder to checkpoints, resumed by itself.
 
 Everything that happens between two steps is decided here: logging, evaluation, samples, saving, stopping. What a
-step is, how a checkpoint looks and where files lie is known elsewhere.
+step is, what a checkpoint looks like and where files are is known elsewhere.
 """
 
 import math

@@ -3,7 +3,7 @@
 Five groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
 push time constants towards one token. Norm scales and biases follow the schedule without decay. The layers' matrices
 follow it with decay, at a rate of their own if asked, and are what Muon orthogonalises; so do tables, which have more
-than one dimension and are no matrices to multiply with. So does the embedding, which is the head too (the recipe that
+than one dimension but are not multiplied with. So does the embedding, which is the head too (the recipe that
 the paper's hyper-parameters come from, Flax's lm1b example, decays it), at its own multiple of the rate.
 Knows nothing of data, loops or processes.
 """
