@@ -5,7 +5,10 @@ study, side_by_side  one study's runs within a given time; many of them on one G
 beside, h200         ours beside other libraries (foreign, pypi_gss) on any machine; the whole speed table on one GPU
 layer, data_speed    one GSS layer forward and backward; tokenizing, batching; memory has peaks, in a process each
 kernels, same_loss, serve_throughput, cpu_training     what docs/performance.md and serving.md state
-mixers_on_gpu        what mixes tokens: candidates beside a Llama (run as a script: python experiments/mixers_on_gpu.py)
+quality              models of one size on the same tokens beside a Llama (quality.plan lists them; fla_layers: peers)
+millions             one exact optimizer step on a sequence of millions of tokens
+gss2_on_gpu, decode_on_gpu     GSS2's kernels, and what `gss generate` gives, on a GPU; beside_llama: decoding on a CPU
+scaling              what many GPUs would do, simulated; scaling_check holds that against two processes
 box                  the model in the box: trained, rounded, scored, with its card
 tabulate, compare    helpers: result files as tables; perplexities of two systems compared document by document
 

@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -280,7 +281,8 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> 
 def samples(lm: gss.LM, tokens: int = TOKENS) -> dict[str, Any]:
     """How many continuations of PROMPTS run into blank lines or into a loop."""
     texts = [lm.generate(prompt, max_tokens=tokens, temperature=COOL, seed=i) for i, prompt in enumerate(PROMPTS)]
-    blank, loops = sum("\n" * 5 in text for text in texts), sum(map(in_a_loop, texts))
+    blank = sum(re.search(r"(\n\s*){5}", text) is not None for text in texts)
+    loops = sum(map(in_a_loop, texts))
     return {"texts": len(texts), "tokens": tokens, "temperature": COOL, "blank": blank, "loops": loops}
 
 

@@ -13,6 +13,7 @@ from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
 from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_texts
 from gss.io.states import load_state, save_state
+from gss.ops import cpu, fast
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)
@@ -148,13 +149,42 @@ def test_a_draw_is_its_seeds_and_positions_alone(monkeypatch: pytest.MonkeyPatch
     for row, settings in enumerate(rows):
         alone = Sampler(500, logits.device, [settings]).draw(logits[:1], position[:1])
         assert alone.tokens.tolist() == [together[row]]
-    monkeypatch.setattr(gss.decode.sampler, "_CANDIDATES", 500)
-    assert Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist() == together
+    for candidates in (256, 500):  # by torch's operations, where a CPU has a C function too
+        monkeypatch.setattr(gss.decode.sampler, "_CANDIDATES", candidates)
+        with fast.disabled():
+            assert Sampler(500, logits.device, rows).draw(logits, position).tokens.tolist() == together
     flat = torch.zeros(2, 500)
     for seeds in ((3, 3 + 2**32), (2**63, 0), (-1, 2**32 - 1)):
         pair = Sampler(500, flat.device, [Settings(Sampling(), seed) for seed in seeds])
         draws = torch.stack([pair.draw(flat, torch.tensor([at, at])).tokens for at in range(100)])
         assert (draws[:, 0] == draws[:, 1]).sum() < 5
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
+def test_the_c_function_draws_what_torch_draws(spread: float) -> None:
+    kinds = [Sampling(), GREEDY, Sampling(temperature=1e-308), Sampling(repetition_penalty=1.3)]
+    kinds += [Sampling(temperature=t, top_k=k) for t, k in ((1.5, 1), (1.0, 40), (0.5, 999))]
+    kinds += [Sampling(temperature=t, top_p=p, min_p=m) for t, p, m in ((0.8, 0.95, None), (2.0, 0.999, 0.01))]
+    kinds += [Sampling(top_k=300, top_p=0.5, repetition_penalty=0.7), Sampling(temperature=0, repetition_penalty=1.5)]
+    rows = [Settings(kind, seed * 2**40 - 5, 3) for seed in range(3) for kind in kinds]
+    own, plain = (Sampler(1001, torch.device("cpu"), rows, [range(90)] * len(rows)) for _ in range(2))
+    for position in torch.arange(6 * len(rows)).view(6, -1):
+        logits = spread * torch.randn(len(rows), 1001)
+        logits[:, 70:75] = logits[:, 600:605] = spread  # equal ones, of which any may be left out
+        given = logits.clone()
+        drawn = own.draw(logits, position)
+        with fast.disabled():
+            expected = plain.draw(logits, position)
+        assert torch.equal(logits, given)
+        if spread:
+            assert drawn.tokens.tolist() == expected.tokens.tolist()
+            assert torch.equal(own.tensors()[2], plain.tensors()[2])
+            assert all(torch.equal(*pair) for pair in zip(drawn.scores, expected.scores, strict=True))
+        else:
+            assert ((drawn.tokens >= 0) & (drawn.tokens < 1001)).all()
+    logits[0, 3], logits[1, 4] = float("nan"), float("inf")
+    assert (own.draw(logits, position).tokens < 0).tolist() == [True, True, *[False] * (len(rows) - 2)]
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -16,10 +16,20 @@ from typer.testing import CliRunner
 import gss
 from gss.cli import app
 from gss.data import dataset_from_arrays, load_tokenizer, prepare
-from gss.probe import TASKS, make_task, probe_context, shared_longest, task_accuracy, task_optimizer, train_on_task
+from gss.probe import (
+    TASKS,
+    Stage,
+    make_task,
+    probe_context,
+    shared_longest,
+    task_accuracy,
+    task_optimizer,
+    train_on_task,
+)
 from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effective_context
 from gss.report import write_report
 from gss.training import resolve, train
+from gss.training.step import Stepper
 from tests.conftest import ALL_FAMILIES, small_config
 
 EOS = 60
@@ -220,6 +230,31 @@ def test_a_task_is_learned_and_tested_longer() -> None:
     assert train_on_task(config, task, length=8, steps=2, sequences=1, optimizer=other).optimizer == "adamw"
 
 
+def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, task, shapes = small_config("gss2"), make_task("recall", 4, 32), []
+
+    def spied(self: Stepper, batch: Any, step: int) -> Any:
+        shapes.append((*batch.tokens.shape, int(batch.mask.sum())))
+        return original(self, batch, step)
+
+    original = Stepper.step
+    monkeypatch.setattr(Stepper, "step", spied)
+    stages = [Stage(1, 4, 6, 2), Stage(2, 24, 1, 1)]
+    options: dict[str, Any] = {"length": 16, "rows": 2, "sequences": 1}
+    result = train_on_task(config, task, steps=4, curriculum=stages, **options)
+    assert shapes == [(6, 4, 6), (6, 4, 6), (1, 24, 2), (2, 16, 8)]
+    assert result.curriculum == tuple(stages)
+    assert [row.length for row in result.accuracy] == [16]
+    for wrong, message in (
+        ([Stage(1, 4, 6, 4)], "takes 4 steps and there are 4"),
+        ([Stage(1, 4, 0, 1)], "at least 1"),
+        ([Stage(3, 4, 1, 1)], "need a length"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_on_task(config, task, steps=4, curriculum=wrong, **options)
+    assert len(shapes) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_on_a_gpu() -> None:
@@ -290,6 +325,13 @@ def test_commands_and_report(tmp_path: Path) -> None:
     assert facts["items"] == 4
     assert facts["model"]["width"] == 8
     assert [row["length"] for row in facts["accuracy"]] == [16, 32]
+    more = ("--curriculum", "2:12:3:1", "--set", "optimizer.weight_decay=0.5", "--json")
+    facts = json.loads(call(*task, "--task", "passkey", "--length", 20, *more))
+    assert facts["curriculum"] == [[2, 12, 3, 1]]
+    with pytest.raises(ValueError, match="no field 'weight_dekay'"):
+        call(*task, "--set", "optimizer.weight_dekay=0.5")
+    with pytest.raises(ValueError, match="a curriculum is ITEMS:LENGTH:ROWS:STEPS"):
+        call(*task, "--curriculum", "2:12:3")
     assert "accuracy" in call(*task, "--task", "passkey", "--length", 20)
     with pytest.raises(ValueError, match="there is no task 'chess'; choose from: " + ", ".join(TASKS)):
         call(*task, "--task", "chess")

@@ -45,6 +45,9 @@ def next_token_loss(
     rows = max(1, chunk_elements // weight.shape[0])
     flat = hidden.reshape(-1, hidden.shape[-1])
     counted = torch.where(mask, targets, _UNCOUNTED).reshape(-1)
+    if hidden.device.type == "cpu" and 0 < 2 * mask.sum() < mask.numel():  # a GPU would have to be waited for
+        chosen = mask.reshape(-1).nonzero().squeeze(1)
+        flat, counted = flat.index_select(0, chosen), counted[chosen]  # no logits for those that do not count
     if torch.is_grad_enabled():
         loss: Tensor = _ChunkedLoss.apply(head, rows, weight, flat, counted)
         return loss

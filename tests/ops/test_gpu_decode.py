@@ -281,3 +281,27 @@ def test_sequences_join_and_leave(cuda: ModuleType, sizes: dict[str, object], de
         after, plain_after = (steps.state() for steps in decoders)
         assert torch.equal(after.position, plain_after.position)
         check_states(after, plain_after, 2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_folds_do_not_drift(device: str) -> None:
+    """300 blocks with slow modes: 6e-6 where the state is carried in float32."""
+    import triton
+
+    from gss.nn.gpu_plans import GSSPlan
+    from gss.ops.gpu import decode_fold
+
+    layer = model_of(device, depth=1, **{"state_space.modes": 16, "channels": 4}).layers[0]
+    with torch.no_grad():
+        layer.state_space.log_decay.uniform_(-20, -14)
+        layer.state_space.frequency.uniform_(-3, 0)
+        plan, state, silence = GSSPlan(layer, 16), torch.randn(2, 4, 16), torch.zeros(16, 4, device=device)
+        expected = torch.exp(300 * 16 * plan.log_a) * torch.complex(*state.double()).to(device)
+        state = state.to(device)
+        for _ in range(300):
+            decode_fold.fold_block[(1,)](
+                state, silence, silence, plan.power, plan.into, plan.planes, plan.out_of, torch.empty_like(silence),
+                4, 4, 16, 16, False, W_PAD=16, ROWS=16, MODES=16,
+                PRECISION="ieee" if triton.knobs.runtime.interpret else "tf32x3",
+            )  # fmt: skip
+    assert relative_error(torch.complex(*state), expected) < 2e-6

@@ -1,5 +1,6 @@
 """Models, runs and servers for the tests of serving."""
 
+import contextlib
 import json
 import os
 import re
@@ -131,12 +132,12 @@ def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: An
 
 
 class Server:
-    """`gss serve` as a process of its own."""
+    """`gss serve` as a process of its own, of a run or of the model in the box."""
 
-    def __init__(self, run: Path, *options: str, descriptors: int | None = None) -> None:
+    def __init__(self, run: Path | None, *options: str, descriptors: int | None = None) -> None:
         settings = ["--port", "0", "--device", "cpu", "--threads", "1", *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gss", "serve", str(run), *settings],
+            [sys.executable, "-m", "gss", "serve", *([str(run)] if run else []), *settings],
             env={**{k: v for k, v in os.environ.items() if k != "GSS_API_KEY"}, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -156,6 +157,36 @@ class Server:
         return self.process.returncode, said
 
 
+class Bystanders:
+    """How much of this machine's processor time is taken by programs that are not ours (this process and its children).
+
+    What a measurement of wall-clock time says is only about a server while they take little.
+    """
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._psutil = psutil
+        self._machine, self._spent = psutil.cpu_times(), self._ours()
+
+    def _ours(self) -> dict[int, float]:
+        """Seconds that each of our processes has used; those that have ended are in their parent's count."""
+        me = self._psutil.Process()
+        found = {}
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(self._psutil.Error):
+                times = process.cpu_times()
+                found[process.pid] = times.user + times.system + times.children_user + times.children_system
+        return found
+
+    def share(self) -> float:
+        """Of all processors since the start: 0.1 on two of them is a fifth of one."""
+        now = self._psutil.cpu_times()
+        total, idle = sum(now[:8]) - sum(self._machine[:8]), sum(now[3:5]) - sum(self._machine[3:5])
+        ours = sum(self._ours().values()) - sum(self._spent.values())
+        return max(0.0, 1 - (idle + ours) / total)
+
+
 def _allow_descriptors(count: int) -> None:
     import resource
 
@@ -163,7 +194,7 @@ def _allow_descriptors(count: int) -> None:
 
 
 @contextmanager
-def serving(run: Path, *options: str, descriptors: int | None = None) -> Iterator[Server]:
+def serving(run: Path | None, *options: str, descriptors: int | None = None) -> Iterator[Server]:
     """A server, ended in the end."""
     server = Server(run, *options, descriptors=descriptors)
     try:

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gss
-from tests.serve.serving import Server, alone, lively_model, save_run, serving, text_of
+from tests.serve.serving import Bystanders, Server, alone, lively_model, save_run, serving, text_of
 
 STREAMS = 64
 
@@ -166,16 +166,19 @@ def crowd(port: int, *kinds: str) -> Iterator[None]:
 def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageModel) -> None:
     """2,000 idle, 200 dribbling and 50 non-reading connections beside 32 honest streams, with 1,024 descriptors.
 
-    With and without them by turns: the same answers, bounded memory, and at most a fifth of a processor for the crowd,
-    which has a process of its own. What that leaves of the throughput is asserted where nothing else runs: on a busy
-    machine, what others take away from honest clients by running beside them is not the server's doing.
+    With and without them by turns: the same answers, bounded memory, a small log, and a fifth of a processor at most
+    that the server spends on the crowd: what it spends in all, less what the honest tokens cost without a crowd. That
+    leaves a server with a processor to itself 80% of its throughput, and can be told on a busy machine. The throughput
+    itself, in which the clients' own work is too, must be 80% where other programs took less than a twentieth of the
+    machine meanwhile.
     """
-    rounds, seconds = 3, 10
-    busy, cases = os.getloadavg()[0], sure(model, 16)
+    rounds, seconds = 4, 10
+    cases = sure(model, 16)
     tokens, spent, most = [0, 0], [0.0, 0.0], [0, 0]
     with serving(run, descriptors=1024) as server:
         process = psutil.Process(server.process.pid)
         asyncio.run(run_load(server, cases, 2, streams=32))
+        bystanders = Bystanders()
         for number in range(2 * rounds):
             hostile = number % 2
             with (
@@ -191,15 +194,52 @@ def test_honest_streams_among_hostile_clients(run: Path, model: gss.LanguageMode
             tokens[hostile] += load.tokens
             spent[hostile] += after.user + after.system - before.user - before.system
             most[hostile] = max(most[hostile], *(size for _, size in load.samples))
+        others = bystanders.share()
         status, said = server.stop()
     taken = (spent[1] - tokens[1] * spent[0] / tokens[0]) / (rounds * seconds)
     print(
         f"{tokens[0]} tokens alone, {tokens[1]} among others ({tokens[1] / tokens[0]:.0%}) in the same time; hostile "
-        f"clients took {taken:.1%} of a processor; memory {most[0] >> 20} and {most[1] >> 20} MiB; load {busy:.1f}"
+        f"clients took {taken:.1%} of a processor; memory {most[0] >> 20} and {most[1] >> 20} MiB; log {len(said)} "
+        f"bytes; other programs took {others:.0%} of the machine"
     )
     assert status == 0
     assert len(said) < 100_000
     assert most[1] - most[0] < STATED
     assert taken < 0.2
-    if busy < 1:
+    if others < 0.05:
         assert tokens[1] > 0.8 * tokens[0]
+
+
+@pytest.mark.soak
+def test_an_idle_server_answers_at_once() -> None:
+    """The box on an idle machine: `/health` on a kept connection within 2 ms, the first token of a short prompt within
+    30 ms, at the median; the times of a busy machine are only printed.
+    """
+    with serving(None) as server:
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+        def seconds(method: str, path: str, body: str | None = None) -> float:
+            headers = {"Content-Type": "application/json"} if body else {}
+            started = time.perf_counter()
+            client.request(method, path, body, headers)
+            answer = client.getresponse()
+            answer.readline()
+            found = time.perf_counter() - started
+            answer.read()
+            return found
+
+        prompts = [f"{word} was the {number} of" for number in range(25) for word in ("It", "She", "He", "This")]
+        asked = [json.dumps({"prompt": prompt, "max_tokens": 4, "stream": True}) for prompt in prompts]
+        for body in asked[:10]:
+            seconds("POST", "/v1/completions", body)
+        bystanders = Bystanders()
+        health = statistics.median(seconds("GET", "/health") for _ in range(300))
+        first = statistics.median(seconds("POST", "/v1/completions", body) for body in asked[10:])
+        others = bystanders.share()
+    print(
+        f"/health {1e3 * health:.2f} ms, first token {1e3 * first:.1f} ms at the median; other programs took "
+        f"{others:.0%} of the machine"
+    )
+    if others < 0.05:
+        assert health < 0.002
+        assert first < 0.03

@@ -70,6 +70,23 @@ def test_never_more_logits_than_asked_for(gradients: bool) -> None:
     assert sum(sizes) == 33 * VOCABULARY  # nothing is computed twice
 
 
+def test_no_logits_for_what_does_not_count_where_few_do() -> None:
+    weight, hidden, targets, _ = _case()
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    mask[0, 3] = mask[2, 10] = True
+    sizes = []
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return x @ weight.T
+
+    expected = torch.autograd.grad(_plain(weight, hidden, targets, mask), (weight, hidden))
+    found = torch.autograd.grad(next_token_loss(head, weight, hidden, targets, mask), (weight, hidden))
+    assert sizes == [2]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
 def test_nothing_counted_is_zero_with_zero_gradients() -> None:
     weight, hidden, targets, mask = _case()
     loss = next_token_loss(lambda x: x @ weight.T, weight, hidden, targets, torch.zeros_like(mask))

@@ -1,7 +1,9 @@
-"""Commands that write a model in another form: export and import for `transformers`, and quantize."""
+"""Commands that write a model in another form: export and import for other libraries, and quantize."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 from typer import Argument, Option
@@ -9,13 +11,41 @@ from typer import Argument, Option
 from gss.cli.options import Step
 
 
+class Target(StrEnum):
+    """What `gss export` writes."""
+
+    HF = "hf"
+    ONNX = "onnx"
+    WEB = "web"
+
+
 def export_command(
-    run: Annotated[Path, Argument(help="A run folder that `gss train` made.")],
+    run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
     out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
+    to: Annotated[
+        Target, Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model.")
+    ] = Target.HF,
     step: Step = None,
+    runtime: Annotated[
+        Path | None,
+        Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
+    ] = None,
 ) -> None:
-    """Write a run's model as a folder that `transformers` loads, with its tokenizer and a model card."""
-    print(f"wrote {_classes().export_run(run, out, step=step)}: load it after `import gss.hf`")
+    """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
+    if runtime is not None and to is not Target.WEB:
+        raise ValueError("--runtime is for --to web")
+    if to is Target.HF:
+        with _extra():
+            from gss.hf import export_run
+        print(f"wrote {export_run(run, out, step=step)}: load it after `import gss.hf`")
+        return
+    with _extra():
+        from gss.export import export_onnx, export_page
+    if to is Target.ONNX:
+        print(f"wrote {export_onnx(run, out, step=step)}: model.onnx, and model.json with the shapes of its state")
+    else:
+        folder = export_page(run, out, step=step, runtime=runtime)
+        print(f"wrote {folder}: python -m http.server --directory {folder} shows it at http://localhost:8000")
 
 
 def import_command(
@@ -23,7 +53,9 @@ def import_command(
     run: Annotated[Path, Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
-    print(f"wrote {_classes().import_folder(folder, run)}")
+    with _extra():
+        from gss.hf import import_folder
+    print(f"wrote {import_folder(folder, run)}")
 
 
 def quantize_command(
@@ -42,9 +74,10 @@ def quantize_command(
     print(f"wrote {target}: use it as any run, for example gss generate {target}")
 
 
-def _classes() -> ModuleType:
+@contextmanager
+def _extra() -> Iterator[None]:
+    """Around an import that needs an extra: says in one line which."""
     try:
-        import gss.hf
+        yield
     except ImportError as error:
         raise ValueError(str(error)) from error
-    return gss.hf

@@ -18,7 +18,7 @@ from gss.cli.show import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gss.probe import ContextProbe
+    from gss.probe import ContextProbe, Stage
 
 FILE = "probe.json"
 
@@ -116,9 +116,16 @@ def tasks(
     length: Annotated[int, Option(help="Tokens of a training sequence.")] = 512,
     lengths: Annotated[str, Option(help="Further lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, Option(help="The model's width.")] = None,
-    settings: Annotated[list[str] | None, Option("--set", help="Another field of the model, e.g. depth=2.")] = None,
-    steps: Annotated[int, Option(help="Training steps.")] = 2000,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…"),
+    ] = None,
+    steps: Annotated[int, Option(help="Training steps, those of the curriculum too.")] = 2000,
     rows: Annotated[int, Option(help="Sequences per step.")] = 64,
+    curriculum: Annotated[
+        str,
+        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps are on: 4:16:128:100,8:32:64:100."),
+    ] = "",
     sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
     optimizer: Annotated[str, Option(help="muon, adamw or adafactor.")] = "muon",
     learning_rate: Annotated[float, Option(help="The base learning rate.")] = 3.2e-3,
@@ -131,18 +138,21 @@ def tasks(
     from rich.console import Console
 
     from gss.cli.show import share_bar
-    from gss.config import parse_assignments, to_mapping
+    from gss.config import override, parse_assignments, to_mapping
     from gss.io.devices import pick_device
     from gss.io.files import finite
     from gss.presets import preset as named
     from gss.probe import make_task, task_optimizer, train_on_task
 
-    config = named(preset, **({} if width is None else {"width": width}), **parse_assignments(settings or []))
+    given = parse_assignments(settings or [])
+    rates = {key.partition(".")[2]: given.pop(key) for key in list(given) if key.startswith("optimizer.")}
+    config = named(preset, **({} if width is None else {"width": width}), **given)
     with share_bar("training") as show:
         result = train_on_task(
             config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
-            rows=rows, sequences=sequences, optimizer=task_optimizer(config, steps, optimizer, learning_rate),
-            seed=seed, device=pick_device(device), precision=precision,
+            rows=rows, curriculum=_stages(curriculum), sequences=sequences, seed=seed,
+            optimizer=override(task_optimizer(config, steps, optimizer, learning_rate), rates),
+            device=pick_device(device), precision=precision,
             report=lambda done, total: show("training", done / total),
         )  # fmt: skip
     if as_json:
@@ -154,6 +164,15 @@ def tasks(
         for a in result.accuracy
     ]
     Console().print(table(about, ["length", "sequences", "accuracy", "±", "all right"], rows_shown))
+
+
+def _stages(text: str) -> list["Stage"]:
+    from gss.probe import Stage
+
+    try:
+        return [Stage(*map(int, part.split(":"))) for part in text.split(",") if part]
+    except (ValueError, TypeError):
+        raise ValueError(f"a curriculum is ITEMS:LENGTH:ROWS:STEPS, separated by commas, not {text!r}") from None
 
 
 def _table(

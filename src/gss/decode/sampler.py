@@ -1,18 +1,20 @@
 """The sampler: the next token of every row from its logits, each row with settings and a seed of its own.
 
 Everything is torch operations on tensors of fixed shapes, without a look at their values on a GPU, so that a CUDA graph
-can hold it; there, one kernel does the same (`gss.ops.gpu.sample`). Noise comes from a counter: a row's draw depends
-on its seed, its position and its logits alone, not on what stands beside it or on the device.
+can hold it. One kernel of a GPU (`gss.ops.gpu.sample`) or one C function (`gss.ops.cpu`) does the same. Noise comes
+from a counter: a row's draw depends on its seed, its position and its logits alone, not on what stands beside it or on
+the device.
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gss.ops import fast
+from gss.ops import cpu, fast
 from gss.sampling import OPTIONS, Sampling
 
 # Candidates that are enough for most rows on a CPU, where sorting a whole vocabulary takes milliseconds.
@@ -23,7 +25,7 @@ _COLDEST = 1e-30
 _LARGEST_FUSED = 32_768
 
 
-# The options that the kernel of a GPU knows, in the order of their rows of numbers; others are left to PyTorch.
+# The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -75,7 +77,7 @@ class Work(NamedTuple):
     narrowed: bool
     penalised: bool
     fused: bool
-    """Whether the kernel of a GPU knows every option that is set."""
+    """Whether the kernel of a GPU, and the C function of a CPU, know every option that is set."""
     top: int | None
 
     @property
@@ -157,9 +159,11 @@ class Sampler:
         """
         work = work or self.work
         if work.argmax:
-            peak, tokens = logits.max(-1)
-            return Draw(torch.where(peak.isfinite(), tokens, -1))
+            return Draw(_likeliest(logits))
         logits = given = logits.float()
+        if work.fused and logits.device.type == "cpu" and (found := cpu.library()) is not None:
+            tokens = self._draw_in_c(found, logits, position.contiguous(), work.penalised)
+            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
         if work.fused and fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
             from gss.ops.gpu import sample
 
@@ -186,6 +190,22 @@ class Sampler:
             seen.scatter_(1, tokens, True)
         chosen = torch.where(peak.isfinite(), tokens, -1).squeeze(1)
         return Draw(chosen, None if work.top is None else score(given, tokens.squeeze(1), work.top))
+
+    def _draw_in_c(self, found: CDLL, logits: Tensor, position: Tensor, penalised: bool) -> Tensor:
+        logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        tensors = (logits, self._numbers, self._seed, position, self._seen if penalised else None, tokens)
+        found.gss_draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
+        return tokens
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of logits [B, V], −1 where they are not finite."""
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
+    if plain and (found := cpu.library()) is not None:
+        return torch.tensor([found.gss_largest(len(row), row.data_ptr()) for row in logits], dtype=torch.int64)
+    peak, tokens = logits.max(-1)
+    return torch.where(peak.isfinite(), tokens, -1)
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

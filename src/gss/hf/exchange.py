@@ -18,7 +18,7 @@ from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED
-from gss.lm import load
+from gss.lm import load, run_folder
 from gss.model import LanguageModel
 
 _MODULE = "modeling_gss"
@@ -38,7 +38,7 @@ __all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
-    folder, target = Path(run), Path(out)
+    folder, target = run_folder(run), Path(out)
     require_new(target)
     model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
     if model.first is not None:

@@ -103,7 +103,9 @@ class TransformerBlock(SequenceLayer):
         return 4 * self.heads * self.head_width * keys
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
-        return AttentionPlan(self, state)
+        from gss.nn.cpu_plans import CompiledAttentionPlan
+
+        return (CompiledAttentionPlan if CompiledAttentionPlan.fits(self) else AttentionPlan)(self, state)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn import gpu_plans

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gss.nn.decode_plans import Rows
 from gss.nn.decoding import without_gaps
 from gss.nn.state import LayerState
-from gss.nn.windows import rolled
+from gss.nn.windows import as_ring, in_order
+from gss.ops.products import MOST_ROWS
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
@@ -49,12 +50,13 @@ class AttentionPlan:
     """A Transformer block whose keys and values lie in buffers that are written in place.
 
     Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
-    is in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring, in which
-    a token takes the place of the one that leaves.
+    is in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring: a token
+    takes the place of one that has left it, the last few of which are kept so that tokens can be taken back.
     """
 
     def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
         self._layer, self._window, self._chunked = layer, layer.reach or sys.maxsize, layer.chunk is not None
+        self._most = self._window + MOST_ROWS - 1 if layer.sliding else self._window  # tokens that are kept
         self._device, self._lengths = state["length"].device, list[int]()
         self._caches: dict[int, _Cache] = {}  # by the tokens for which they have room
         self.join(state)
@@ -66,15 +68,14 @@ class AttentionPlan:
         return self._layer.finish(x, attended[0] if len(attended) == 1 else torch.cat(attended, dim=1))
 
     def ahead(self) -> int:
-        left = self._window - (self._lengths[0] % self._window if self._chunked else self._lengths[0])
-        return max(1, left)  # in a full ring nothing can be taken back
+        return self._window - self._lengths[0] % self._window if self._chunked else MOST_ROWS
 
     def rewind(self, count: int) -> None:
         self._lengths = [length - count for length in self._lengths]
 
     def _attend_all(self, *projected: Tensor) -> Tensor:
         """Query, key and value of the next token → what it attends to, [B, 1, h, d] each."""
-        self._move_full()
+        self._make_room(1)
         together = [t.transpose(1, 2) for t in projected]  # [B, h, 1, d]
         in_order = list(range(len(self._lengths)))
         attended = torch.empty_like(together[0])
@@ -91,21 +92,21 @@ class AttentionPlan:
 
     def _attend(self, cache: _Cache, query: Tensor, *new: Tensor) -> Tensor:
         """Query, key and value of the rows of a cache → what they attend to, [B, h, 1, d] each."""
-        lengths = [self._lengths[row] for row in cache.rows]
-        places = [length % self._window for length in lengths]
-        ends = [length % self._window + 1 if self._chunked else min(length + 1, self._window) for length in lengths]
-        filled = max(ends)
+        room = cache.buffers[0].tensor.shape[2]
+        last = [self._lengths[row] % room if self._chunked else self._lengths[row] for row in cache.rows]
+        filled = min(room, max(last) + 1)
         visible = None
-        if len(set(places)) == len(set(ends)) == 1:
+        if len(set(last)) == 1:
             for held, token in zip(cache.buffers, new, strict=True):
-                held.tensor[:, :, places[0]] = token[:, :, 0]
+                held.tensor[:, :, last[0] % room] = token[:, :, 0]
         else:
-            index = torch.tensor(places, device=self._device)
-            rows = torch.arange(len(places), device=self._device)
+            index, rows = (torch.tensor(each, device=self._device) for each in (last, range(len(last))))
             for held, token in zip(cache.buffers, new, strict=True):
-                held.tensor[rows, :, index] = token[:, :, 0].to(held.tensor)
-            last = torch.tensor(ends, device=self._device)
-            visible = (torch.arange(filled, device=self._device) < last.unsqueeze(1))[:, None, None]
+                held.tensor[rows, :, index % room] = token[:, :, 0].to(held.tensor)
+        if len(set(last)) > 1 or last[0] >= self._window:
+            end = torch.tensor(last, device=self._device).unsqueeze(1)
+            age = (end - torch.arange(filled, device=self._device)) % room
+            visible = (age < (end + 1).clamp(max=self._window))[:, None, None]
         keys, values = (held.tensor[:, :, :filled].to(query.dtype) for held in cache.buffers)
         with sdpa_kernel(_ANY_LENGTH):
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
@@ -118,11 +119,11 @@ class AttentionPlan:
         state: LayerState = {"length": torch.tensor(self._lengths, device=self._device)}
         for number, name in enumerate(("keys", "values")):
             for cache in self._caches.values():
-                tensor = cache.buffers[number].tensor[:, :, :held].transpose(1, 2)
+                tensor = cache.buffers[number].tensor.transpose(1, 2)
+                if self._layer.sliding:
+                    tensor = in_order(tensor, state["length"][cache.rows], held)
                 whole = state.setdefault(name, tensor.new_zeros(shape))
-                whole[cache.rows, : tensor.shape[1]] = tensor
-            if self._layer.sliding:
-                state[name] = rolled(state[name], -state["length"])  # the newest last
+                whole[cache.rows, : tensor.shape[1]] = tensor[:, :held]
         return state
 
     def join(self, state: LayerState) -> None:
@@ -134,7 +135,7 @@ class AttentionPlan:
             chosen = [row for row, its in enumerate(rooms) if its == room]
             held = [state[name] if len(chosen) == len(rooms) else state[name][chosen] for name in ("keys", "values")]
             if self._layer.sliding:
-                held = [rolled(tensor, state["length"][chosen]) for tensor in held]
+                held = [as_ring(tensor, state["length"][chosen], room) for tensor in held]
             self._put(room, [first + row for row in chosen], *(tensor[:, :room].transpose(1, 2) for tensor in held))
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -149,7 +150,7 @@ class AttentionPlan:
 
     def _room(self, length: int) -> int:
         """For how many tokens a row has room: for one more at least."""
-        return self._window if self._chunked else min(self._window, max(_LEAST_ROOM, 1 << length.bit_length()))
+        return self._window if self._chunked else min(self._most, max(_LEAST_ROOM, 1 << length.bit_length()))
 
     def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
         """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
@@ -159,14 +160,14 @@ class AttentionPlan:
         else:
             self._caches[room] = _Cache(rows, *buffers)
 
-    def _move_full(self) -> None:
-        """Give rows that have filled their room twice as much."""
-        for room in [] if self._chunked else [room for room in self._caches if room < self._window]:
+    def _make_room(self, count: int) -> None:
+        """Give rows twice as much room where so many tokens more would not fit."""
+        for room in [] if self._chunked else [room for room in self._caches if room < self._most]:
             cache = self._caches[room]
-            full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] >= room]
+            full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] + count > room]
             if full:
                 rows = [cache.rows[slot] for slot in full]
-                self._put(min(2 * room, self._window), rows, *(held.tensor[full] for held in cache.buffers))
+                self._put(min(2 * room, self._most), rows, *(held.tensor[full] for held in cache.buffers))
                 self._keep({row: row for row in cache.rows if row not in rows}, [room])
 
 

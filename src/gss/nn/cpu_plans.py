@@ -1,58 +1,210 @@
-"""How layers decode on a CPU where their whole step is one call of C (`gss.ops.cpu`)."""
+"""How layers decode on a CPU where their whole step is one call of C (`gss.ops.cpu`), for a few rows in float32.
+
+More rows, autocast and `GSS_FAST=0` take PyTorch's way, on the same buffers.
+"""
 
 import ctypes
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from gss.nn.decode_plans import StateSpacePlan
+from gss.nn.attention_plan import AttentionPlan
+from gss.nn.decode_plans import ForwardPlan, Rows, StateSpacePlan
 from gss.nn.decoding import Block
-from gss.nn.quantized import packed_weight
+from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
-from gss.ops import cpu
+from gss.ops import cpu, matrix_state
+from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
 
 if TYPE_CHECKING:
+    from gss.nn.attention import TransformerBlock
+    from gss.nn.dense import FeedForward
     from gss.nn.gss import GSSLayer
+    from gss.nn.gss2 import GSS2Layer
+
+# Vectors have so many numbers.
+_LANES = 16
+
+
+def usable(layer: nn.Module, *activations: str) -> bool:
+    """Whether the C functions are there and know a layer's precision, products and activations."""
+    dense = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    plain = all(type(module) in (nn.Linear, QuantizedLinear) for module in dense)  # none with something on top
+    precise = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in layer.parameters())
+    if not (plain and precise) or cpu.library() is None:
+        return False
+    return all(map(suits, map(packed_weight, dense))) and all(each in cpu.ACTIVATIONS for each in activations)
+
+
+def _call(name: str, struct: ctypes.Structure, x: Tensor, *arguments: Any) -> Tensor | None:
+    """A layer's outputs [B, L, E] by a C function; None where PyTorch must compute them."""
+    found = cpu.library()
+    if found is None or len(x) * x.shape[1] > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+    getattr(found, name)(ctypes.byref(struct), *x.shape[:2], *given, x.data_ptr(), y.data_ptr())
+    return y
+
+
+def _tensors(layer: nn.Module) -> list[Tensor]:
+    """What structures point to, to be kept alive beside them: a layer may be given other tensors."""
+    return [tensor.detach() for tensor in (*layer.parameters(), *layer.buffers())]
+
+
+def _norm(norm: nn.LayerNorm | nn.RMSNorm) -> cpu.Norm:
+    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+    epsilon = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+    return cpu.Norm(isinstance(norm, nn.LayerNorm), epsilon, *map(cpu.pointer, (norm.weight, bias)))
+
+
+def _matrices(*dense: nn.Linear | None) -> list[cpu.Matrix]:
+    return [matrix(packed_weight(each), each.bias) if each else cpu.Matrix() for each in dense]
+
+
+def _feedforward(layer: "FeedForward") -> cpu.FeedForward:
+    matrices = _matrices(layer.inner, layer.gated, layer.outer)
+    return cpu.FeedForward(_norm(layer.norm), *matrices, cpu.ACTIVATIONS[layer.activation])
 
 
 class CompiledGSSPlan(StateSpacePlan):
-    """A GSS layer whose steps are one call of C, for a few rows on a CPU; others take the usual way."""
+    """A GSS layer."""
 
     def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
         super().__init__(layer, layer.spaces(), state, block)
-        self._space = self._spaces["modes"]
-        dense = [layer.inner, layer.gate, layer.context, layer.output]
-        norms = [layer.norm, layer.inner_norm]
-        packed = [packed_weight(each) for each in dense]
-        # What the structure points to is kept alive by the layer and the state space.
-        self._struct = cpu.Layer(
-            *(cpu.Norm(isinstance(n, nn.LayerNorm), n.eps, *map(cpu.pointer, (n.weight, _bias(n)))) for n in norms),
-            *(matrix(weight, each.bias) for weight, each in zip(packed, dense, strict=True)),
-            block.size,
-            self._space.reversed_taps.data_ptr(),
+        self._space, self._kept = self._spaces["modes"], _tensors(layer)
+        norms = map(_norm, (layer.norm, layer.inner_norm))
+        matrices = _matrices(layer.inner, layer.gate, layer.context, layer.output)
+        taps = self._space.reversed_taps.data_ptr()
+        self._struct = cpu.GSS(*norms, *matrices, cpu.ACTIVATIONS[layer.activation], block.size, taps)
+
+    def step(self, x: Tensor) -> Tensor:
+        y = _call("gss_layer", self._struct, x, self._block.read, *self._space.buffers_of_rows())
+        return super().step(x) if y is None else y
+
+
+class CompiledGSS2Plan(ForwardPlan):
+    """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
+
+    def __init__(self, layer: "GSS2Layer", state: LayerState) -> None:
+        self._layer: GSS2Layer = layer
+        self._kept, self._at = _tensors(layer), 0
+        space, taps = layer.state_space, layer.short.taps
+        # Both are those after the first token of a step; those after the others follow, of a row alone.
+        self._states = Rows(state["modes"].clone())
+        self._recent = Rows(self._after_one(state["recent"]))
+        self._ahead = state["modes"].new_empty(0)
+        rate = space.rate()
+        self._factor = torch.stack(matrix_state.powers(rate, 1)).float().contiguous()  # [2, h, N]
+        self._energy = space.energy(rate).float().contiguous()  # [h, 2N]
+        tensors = (taps, self._factor, self._energy, space.skip, layer.output_scale)
+        self._struct = cpu.GSS2(
+            _norm(layer.norm),
+            *_matrices(layer.query, layer.key, layer.value, layer.gate, layer.output),
+            _feedforward(layer.feedforward),
+            *(space.heads, space.modes, state["modes"].shape[-1], len(taps)),
+            *map(cpu.pointer, tensors),
         )
 
     @staticmethod
-    def fits(layer: "GSSLayer") -> bool:
-        """Whether the C functions can do this layer, and are there."""
-        dense = [layer.inner, layer.gate, layer.context, layer.output]
-        plain = layer.norm.weight.device.type == "cpu" and layer.norm.weight.dtype == torch.float32
-        widths = all(suits(packed_weight(each)) for each in dense)
-        return plain and layer.activation == "gelu" and widths and cpu.library() is not None
+    def fits(layer: "GSS2Layer") -> bool:
+        """Whether the C functions know this layer, and are there."""
+        widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
+        return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
 
     def step(self, x: Tensor) -> Tensor:
-        batch, length = x.shape[:2]
-        found = cpu.library()
-        if found is None or batch * length > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return super().step(x)
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        tensors = (*self._space.buffers_of_rows(), x, y)
-        found.gss_layer(ctypes.byref(self._struct), batch, length, self._block.read, *map(cpu.pointer, tensors))
+        length = x.shape[1]
+        if length > 1 and not len(self._ahead):
+            self._ahead = self._states.tensor.new_empty(MOST_ROWS - 1, *self._states.tensor.shape[1:])
+        buffers = (self._states.tensor, self._ahead, self._recent.tensor)
+        y = _call("gss2_layer", self._struct, x, self._at, *buffers)
+        if y is None:
+            assert length == 1, "only C keeps a state for every token"
+            y, after = self._layer(x, self.state())
+            self._states.tensor.copy_(after["modes"])
+            self._recent.tensor.copy_(self._after_one(after["recent"]))
+        self._at = length - 1
         return y
 
+    def ahead(self) -> int:
+        return MOST_ROWS
 
-def _bias(norm: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
-    return norm.bias if isinstance(norm, nn.LayerNorm) else None
+    def rewind(self, count: int) -> None:
+        self._at -= count
+
+    def state(self) -> LayerState:
+        modes = self._ahead[self._at - 1 : self._at] if self._at else self._states.tensor
+        return {
+            "modes": modes.clone(),
+            "recent": self._recent.tensor[:, self._at + 1 :][:, : self._layer.short.reach].clone(),
+        }
+
+    def join(self, state: LayerState) -> None:
+        self._settle()
+        self._states.add(state["modes"])
+        self._recent.add(self._after_one(state["recent"]))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._settle()
+        for held in (self._states, self._recent):
+            held.keep(rows)
+
+    def _settle(self) -> None:
+        """Let the state be that after one token."""
+        if self._at:
+            now = self.state()
+            self._states.tensor.copy_(now["modes"])
+            self._recent.tensor.copy_(self._after_one(now["recent"]))
+            self._at = 0
+
+    def _after_one(self, recent: Tensor) -> Tensor:
+        return nn.functional.pad(recent, (0, 0, 1, MOST_ROWS - 1))
+
+
+class CompiledAttentionPlan(AttentionPlan):
+    """A Transformer block."""
+
+    def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
+        super().__init__(layer, state)
+        self._frequency, self._kept = None, _tensors(layer)
+        if layer.rotary_base is not None:
+            self._frequency = rotary_frequencies(layer.head_width, layer.rotary_base, torch.device("cpu"))
+        self._struct = cpu.Transformer(
+            _norm(layer.norm),
+            *_matrices(layer.query_key_value, layer.output),
+            _feedforward(layer.feedforward),
+            *(layer.heads, self._window, self._chunked),
+            cpu.pointer(self._frequency),
+        )
+
+    @staticmethod
+    def fits(layer: "TransformerBlock") -> bool:
+        """Whether the C functions know this layer, and are there."""
+        plain = layer.query_norm is None and not layer.head_width % _LANES
+        return plain and usable(layer, layer.feedforward.activation)
+
+    def step(self, x: Tensor) -> Tensor:
+        self._make_room(x.shape[1])
+        buffers = [held.tensor for cache in self._caches.values() for held in cache.buffers]
+        y = None
+        if all(buffer.dtype == torch.float32 for buffer in buffers):
+            y = _call("gss_transformer", self._struct, x, self._rows())
+        if y is None:
+            return super().step(x)
+        self._lengths = [length + x.shape[1] for length in self._lengths]
+        return y
+
+    def _rows(self) -> Any:
+        rows = (cpu.Cache * len(self._lengths))()
+        for room, cache in self._caches.items():
+            tensors = [held.tensor for held in cache.buffers]
+            size = math.prod(tensors[0].shape[1:]) * tensors[0].element_size()
+            for place, row in enumerate(cache.rows):
+                places = (tensor.data_ptr() + place * size for tensor in tensors)
+                rows[row] = cpu.Cache(*places, room, self._lengths[row])
+        return rows

@@ -6,7 +6,7 @@ leave between steps, and one that does costs about as much as it holds, whatever
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,8 @@ from gss.nn.decoding import Block
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
-from gss.ops.recurrence import carried_output, carried_state, final_state, transition
+from gss.ops.recurrence import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
-
-if TYPE_CHECKING:
-    pass
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -132,7 +129,8 @@ class BlockedStateSpace(nn.Module):
     once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
     state. Exact, in the state's precision under autocast too, and of the state's memory traffic one part in a block's
     size is left. A row that joins in the middle of a block has zeros for the inputs that it missed, and its state
-    counts from where it joined.
+    counts from where it joined. The modes are float64 from fold to fold: inputs whose mean is not 0 round the same way
+    each time, and millions of tokens would add that up.
     """
 
     def __init__(self, space: DiagonalStateSpace, modes: Tensor, block: Block) -> None:
@@ -141,9 +139,13 @@ class BlockedStateSpace(nn.Module):
         self._block = block
         taps = space.taps(block.size)
         self.reversed_taps = taps.flip(-1)  # [H, W]: the newest input meets the last one
-        # Where the channels share their modes, the table that turns a state into its output is small enough to keep.
-        self._powers = powers(self._log_a[0], block.size, taps.dtype).flatten(0, 1) if len(self._log_a) == 1 else None
-        self._modes = Rows(torch.view_as_complex(modes).clone())  # [B, H, N]
+        # Where the channels share their modes, the table between states and outputs is small enough to keep.
+        self._table = None
+        if len(self._log_a) == 1:
+            real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
+            self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
+            self._readout = self._readout * transition(self._log_a, self._readout.dtype)
+        self._modes = Rows(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
         self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
         self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
         self._carry()
@@ -173,12 +175,17 @@ class BlockedStateSpace(nn.Module):
 
     def fold(self) -> None:
         """Move on to the next block."""
-        self._modes.tensor.copy_(self._folded())
+        decay, added = self._so_far()
+        self._modes.tensor.mul_(decay).add_(added)
         self._carry()
 
     def modes(self) -> Tensor:
         """The state [B, H, N, 2] after what has been read."""
-        return torch.view_as_real(self._folded() if self._block.read else self._modes.tensor.clone())
+        modes = self._modes.tensor
+        if self._block.read:
+            decay, added = self._so_far()
+            modes = decay * modes + added
+        return torch.view_as_real(modes.to(self._readout.dtype, copy=True))
 
     def join(self, modes: Tensor) -> None:
         """Add the rows of a state [B, H, N, 2], wherever the others are in their block."""
@@ -199,18 +206,24 @@ class BlockedStateSpace(nn.Module):
 
     def _output_of(self, modes: Tensor, length: int) -> Tensor:
         """What states add to the next outputs: [B, L, H]."""
+        modes = modes.to(self._readout.dtype)
         with torch.autocast(modes.device.type, enabled=False):
-            if self._powers is None:
+            if self._table is None:
                 return carried_output(modes, self._readout, self._log_a, length)
-            weights = self._readout * transition(self._log_a, self._readout.dtype) * modes
-            return (torch.cat([weights.real, -weights.imag], dim=-1) @ self._powers[:, :length]).transpose(1, 2)
+            pairs = torch.view_as_real(self._readout * modes).flatten(-2)  # [B, H, 2N]
+            return (pairs @ self._table[:, :length]).transpose(1, 2)
 
-    def _folded(self) -> Tensor:
-        block, modes = self._block, self._modes.tensor
-        signal = self._inputs.tensor[:, :, : block.read].transpose(1, 2)
-        with torch.autocast(modes.device.type, enabled=False):
-            if not any(block.joined):
-                return final_state(signal, self._log_a, modes)
-            ages = torch.tensor([block.read - joined for joined in block.joined], device=modes.device)
-            carried = carried_state(modes, self._log_a * ages[:, None, None])
-            return final_state(signal, self._log_a, None) + carried
+    def _so_far(self) -> tuple[Tensor, Tensor]:
+        """The block until now: what it leaves of the state at its start, in float64, and what it adds: [B, H, N]."""
+        block = self._block
+        signal = self._inputs.tensor[:, :, : block.read]
+        with torch.autocast(signal.device.type, enabled=False):
+            if self._table is None:
+                added = final_state(signal.transpose(1, 2), self._log_a, None)
+            else:
+                pairs = signal.flip(-1) @ self._table[:, : block.read].T  # [B, H, 2N]
+                added = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).conj()
+            age: Tensor | int = block.read
+            if any(block.joined):
+                age = age - torch.tensor(block.joined, device=signal.device)[:, None, None]
+            return torch.exp(self._log_a * age), added

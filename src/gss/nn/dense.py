@@ -42,12 +42,12 @@ class FeedForward(nn.Module):
         gated = config.feedforward == "gated"
         self.gated = dense(config.width, config.feedforward_width, config) if gated else None  # W₂
         self.outer = dense(config.feedforward_width, config.width, config, last=True)  # W₃
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation  # φ
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = normalize(self.norm, x)
-        hidden = self.activation(self.inner(normed))
+        hidden = ACTIVATIONS[self.activation](self.inner(normed))
         if self.gated is not None:
             hidden = hidden * self.gated(normed)
         return x + self.dropout(self.outer(hidden))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gss.nn.decoding import Block
 from gss.nn.state import LayerState
-from gss.nn.windows import rolled
+from gss.nn.windows import as_ring, in_order
 from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.positions import rotary_frequencies
+from gss.ops.recurrence import carried_output, carried_state, final_state
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
@@ -44,7 +45,8 @@ class GSSPlan:
             taps = space.taps(block)
             power = torch.exp(self.log_a[0] * torch.arange(block + 1, device=taps.device).unsqueeze(-1))  # [W + 1, N]
         self.taps = taps.T.float().contiguous()  # [W, H]
-        self.into = torch.stack([power.real, power.imag]).float().flip(1)  # [2, W + 1, N]: a^(W−j)
+        self.power = torch.stack([power.real, power.imag]).flip(1)  # [2, W + 1, N]: a^(W−j), in float64
+        self.into = self.power.float()
         self.planes = torch.view_as_real(self.readout).movedim(-1, 0).float().contiguous()  # [2, H, N]
         conjugate = torch.stack([power.real, -power.imag]).float()
         self.out_of = conjugate[:, 1:].transpose(1, 2).contiguous()  # [2, N, W]: a^(k+1)
@@ -100,8 +102,9 @@ class _GSSRows:
         if triton.knobs.runtime.interpret:  # the interpreter knows no bf16x3
             precision = "ieee"
         decode_fold.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
-            self._modes, self._mixing.inputs, stream.joined, plan.into, plan.planes, plan.out_of, self._mixing.carried,
-            stream.batch * H, H, N, W, late, W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
+            self._modes, self._mixing.inputs, stream.joined, plan.power, plan.into, plan.planes, plan.out_of,
+            self._mixing.carried, stream.batch * H, H, N, W, late,
+            W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -121,7 +124,7 @@ class _GSSRows:
             age = torch.tensor([block.read - joined for joined in block.joined[: len(places)]], device=modes.device)
             with torch.autocast(modes.device.type, enabled=False):
                 added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), log_a, None)
-                modes = added + transition(log_a * age[:, None, None], modes.dtype) * modes
+                modes = added + carried_state(modes, log_a * age[:, None, None])
         return {"modes": torch.view_as_real(modes)}
 
 
@@ -131,17 +134,13 @@ class AttentionPlan:
     def __init__(self, layer: "TransformerBlock") -> None:
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
-        self.heads, self.head_width, self.kept, self.ring = (
-            layer.heads,
-            layer.head_width,
-            layer.reach or 0,
-            not layer.chunk,
-        )
+        self.heads, self.head_width = layer.heads, layer.head_width
+        self.kept, self.ring = layer.reach or 0, not layer.chunk
         weight = layer.output.weight
         self.frequency = None
         if layer.rotary_base is not None:
-            half = torch.arange(layer.head_width // 2, dtype=torch.float64, device=weight.device)
-            self.frequency = layer.rotary_base ** -(half / (layer.head_width // 2)) / (2 * math.pi)
+            frequency = rotary_frequencies(layer.head_width, layer.rotary_base, weight.device)
+            self.frequency = frequency / (2 * math.pi)  # turns per token
         norms = [layer.query_norm, layer.key_norm]
         self.scales = [norm_pair(norm)[0] for norm in norms if norm is not None]
 
@@ -196,15 +195,16 @@ class _AttentionRows:
         pass
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
-        by = state["length"] if self._plan.ring else None
         for held, name in ((self._keys, "keys"), (self._values, "values")):
-            held[places] = rolled(state[name], by).transpose(1, 2).to(held.dtype)
+            tokens = as_ring(state[name], state["length"], self._plan.kept) if self._plan.ring else state[name]
+            held[places] = tokens.transpose(1, 2).to(held.dtype)
         self._length[places] = state["length"]
 
     def state(self, places: Tensor, block: Block) -> LayerState:
         length = self._length[places]
-        by = -length if self._plan.ring else None
-        keys, values = (rolled(held[places].transpose(1, 2).float(), by) for held in (self._keys, self._values))
+        keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
+        if self._plan.ring:
+            keys, values = (in_order(held, length, self._plan.kept) for held in (keys, values))
         return {"keys": keys, "values": values, "length": length}
 
 

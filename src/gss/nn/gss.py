@@ -39,9 +39,11 @@ class GSSLayer(StateSpaceLayer):
         return out, {"modes": modes} if keep_state else {}
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
-        from gss.nn.cpu_plans import CompiledGSSPlan
+        from gss.nn.cpu_plans import CompiledGSSPlan, usable
 
-        return CompiledGSSPlan(self, state, block) if CompiledGSSPlan.fits(self) else super().decode_plan(state, block)
+        if usable(self, self.activation):
+            return CompiledGSSPlan(self, state, block)
+        return super().decode_plan(state, block)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn.gpu_plans import GSSPlan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.context import across_ranks, by_decay, by_recent
-from gss.nn.decoding import GPUPlan
+from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
@@ -64,6 +64,11 @@ class GSS2Layer(SequenceLayer):
             "modes": Slot((space.heads, 2 * space.modes, self.value.out_features // space.heads)),
             "recent": Slot((taps - 1, channels)),
         }
+
+    def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
+        from gss.nn.cpu_plans import CompiledGSS2Plan
+
+        return CompiledGSS2Plan(self, state) if CompiledGSS2Plan.fits(self) else None
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn.gpu_plans import GSS2Plan
@@ -159,6 +164,10 @@ class KeyedStateSpace(StateSpace):
         """S so many tokens later, were they all zero."""
         return matrix_state.decayed(state, self.rate(), tokens)
 
+    def energy(self, rate: Tensor) -> Tensor:
+        """What normed keys are multiplied by, [h, 2N]."""
+        return torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2)
+
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = self.heads * 2 * self.modes
         queries, keys_, values = x.split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
@@ -166,6 +175,6 @@ class KeyedStateSpace(StateSpace):
 
     def _keys(self, keys: Tensor, rate: Tensor) -> Tensor:
         """Keys of length √N a head, every mode adding the same energy, whatever its time constant: [B, L, h, 2N]."""
-        energy = torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2).to(keys.dtype)
+        energy = self.energy(rate).to(keys.dtype)
         keys = keys.unflatten(-1, (self.heads, -1))
         return F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy

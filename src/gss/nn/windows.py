@@ -110,9 +110,16 @@ def sized(x: Tensor, size: int) -> Tensor:
     return x[:, :size] if x.shape[1] >= size else F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1]))
 
 
-def rolled(x: Tensor, by: Tensor | None) -> Tensor:
-    """[B, S, …] with each row moved on by its own number of slots [B], the end to its start (None: as it is)."""
-    if by is None:
-        return x
-    slots = x.shape[1]
-    return x.gather(1, expand_index((torch.arange(slots, device=x.device) - by.unsqueeze(1)) % slots, x))
+def as_ring(held: Tensor, lengths: Tensor, room: int) -> Tensor:
+    """The last W tokens of rows [B, W, h, d], the newest last, as [B, room, h, d] with position p in slot p % room."""
+    back = (lengths.unsqueeze(1) - 1 - torch.arange(room, device=held.device)) % room
+    known = back < lengths.clamp(max=held.shape[1]).unsqueeze(1)
+    tokens = held.gather(1, expand_index((held.shape[1] - 1 - back).clamp(min=0), held))
+    return torch.where(known[..., None, None], tokens, 0)
+
+
+def in_order(ring: Tensor, lengths: Tensor, window: int) -> Tensor:
+    """The inverse of `as_ring`: the last W tokens, [B, W, h, d], zeros before a row's first."""
+    position = lengths.unsqueeze(1) - window + torch.arange(window, device=ring.device)
+    tokens = ring.gather(1, expand_index(position % ring.shape[1], ring))
+    return torch.where((position >= 0)[..., None, None], tokens, 0)

@@ -4,7 +4,7 @@ context (documents: loss by true context) · tasks (sequences from a seed) → l
 """
 
 from gss.probe.context import ContextLoss, ContextProbe, probe_context, shared_longest
-from gss.probe.learning import LengthAccuracy, TaskResult, task_accuracy, task_optimizer, train_on_task
+from gss.probe.learning import LengthAccuracy, Stage, TaskResult, task_accuracy, task_optimizer, train_on_task
 from gss.probe.tasks import TASKS, Task, make_task
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "ContextLoss",
     "ContextProbe",
     "LengthAccuracy",
+    "Stage",
     "Task",
     "TaskResult",
     "make_task",

@@ -3,10 +3,12 @@
 Batches are drawn as they are needed, a function of the seed and the step; the step is that of `gss train`.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +24,15 @@ from gss.training.distributed import World
 from gss.training.step import Stepper
 
 _TRAINING, _TEST = 0, 1  # streams of draws
+
+
+class Stage(NamedTuple):
+    """Training steps on easier sequences, before those of the task itself."""
+
+    items: int
+    length: int
+    rows: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class TaskResult:
     length: int
     steps: int
     rows: int
+    curriculum: tuple[Stage, ...]
     seed: int
     optimizer: str
     learning_rate: float
@@ -69,6 +81,7 @@ def train_on_task(
     length: int,
     steps: int,
     rows: int = 64,
+    curriculum: Sequence[Stage] = (),
     lengths: Sequence[int] = (),
     sequences: int = 64,
     optimizer: OptimizerConfig | None = None,
@@ -79,26 +92,32 @@ def train_on_task(
 ) -> TaskResult:
     """Train a model of a config (its vocabulary becomes the task's) and test it at `length` and other lengths.
 
+    steps           all of them, those of the curriculum too
     rows            sequences per step
+    curriculum      what the first steps are on instead
     lengths         further lengths to test at, with `sequences` fresh sequences each
     optimizer       None: Muon, see `task_optimizer`
     report          called with the steps taken and in all
     """
     if min(rows, sequences) < 1:
         raise ValueError("rows and sequences must be at least 1")
-    for wanted in (length, *lengths):
-        task.draw(0, 1, wanted)  # refuses what is too short before any training
+    stages = _stages(curriculum, Stage(task.items, length, rows, steps))
+    for items, wanted in [(stage.items, stage.length) for stage in stages] + [(task.items, other) for other in lengths]:
+        replace(task, items=items).draw(0, 1, wanted)  # refuses what is too short before any training
     config = override(config, {"vocab_size": task.vocabulary})
     optimizer = optimizer or task_optimizer(config, steps)
+    longest, most = max(stage.length for stage in stages), max(stage.rows for stage in stages)
     run = TrainConfig(
-        model=config, seed=seed, steps=steps, length=length, batch_tokens=rows * length, optimizer=optimizer
+        model=config, seed=seed, steps=steps, length=longest, batch_tokens=most * longest, optimizer=optimizer
     )
     run = override(run, {"precision": precision})
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
     started, losses = time.perf_counter(), []
     stepper.model.train()
-    for step in range(steps):
-        losses.append(stepper.step(_batch(task, (seed, _TRAINING, step), rows, length, step, stepper), step).loss)
+    for step, stage in enumerate(itertools.chain(*([stage] * stage.steps for stage in stages))):
+        easier = replace(task, items=stage.items)
+        batch = _batch(easier, (seed, _TRAINING, step), stage.rows, stage.length, step, stepper)
+        losses.append(stepper.step(batch, step).loss)
         report(step + 1, steps)
     last = torch.stack(losses[-max(1, steps // 10) :]).mean().item()
     seconds = time.perf_counter() - started
@@ -109,9 +128,19 @@ def train_on_task(
     ]
     parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     return TaskResult(
-        task.name, task.items, task.vocabulary, length, steps, rows, seed, optimizer.name, optimizer.learning_rate,
-        parameters, last, seconds, tuple(tested),
+        task.name, task.items, task.vocabulary, length, steps, rows, tuple(curriculum), seed, optimizer.name,
+        optimizer.learning_rate, parameters, last, seconds, tuple(tested),
     )  # fmt: skip
+
+
+def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
+    """All stages: the last one, the task's own, has the steps that are left."""
+    left = last.steps - sum(stage.steps for stage in curriculum)
+    if left < 1:
+        raise ValueError(f"the curriculum takes {last.steps - left:,} steps and there are {last.steps:,}: add some")
+    if any(min(stage) < 1 for stage in curriculum):
+        raise ValueError("a stage of the curriculum has at least 1 item, token, row and step")
+    return [*curriculum, last._replace(steps=left)]
 
 
 def task_accuracy(

@@ -106,9 +106,10 @@ class Stepper:
         """Backward through every micro-batch; returns their summed losses."""
         losses: list[Tensor] = []
         after: list[ModelState] = []
-        for first in range(0, self._rows, self._micro_rows):
-            rows = slice(first, min(first + self._micro_rows, self._rows))
-            last = rows.stop == self._rows
+        count = len(batch.tokens)
+        for first in range(0, count, self._micro_rows):
+            rows = slice(first, min(first + self._micro_rows, count))
+            last = rows.stop == count
             state = self._carried(batch, rows)
             starts = batch.starts[rows] if self.config.batching == "packed" else None
             given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)

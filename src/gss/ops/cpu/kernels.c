@@ -1,232 +1,8 @@
-// Products of a few rows with a large matrix, and steps of a blocked state space, at the speed of memory.
+// Whole layers of a decode step, one call each, for a few tokens. Compiled on first use by `gss.ops.cpu`, for the
+// machine that it runs on; the plans of `gss.nn.cpu_plans` call it, and leave what it does not know to PyTorch.
 //
-// Compiled on first use by `gss.ops.cpu`, for the machine that it runs on; plain C with GCC's vector types. A row's
-// results do not depend on how many rows stand beside it, to the last bit: each has accumulators of its own, which
-// take the terms in the same order.
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512VNNI__
-#include <immintrin.h>
-#endif
-
-enum { FLOAT32, BFLOAT16, INT8, INT4 };
-enum { MOST_ROWS = 8, LANES = 16, GROUP = 64, TILE = LANES * GROUP };
-
-typedef float floats __attribute__((vector_size(64)));
-typedef float floats8 __attribute__((vector_size(32)));
-typedef float floats4 __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint8_t bytes __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(index, count) _Pragma("GCC unroll 8") for (int index = 0; index < (count); index++)
-
-struct matrix {
-    int64_t kind, inputs, outputs;
-    const void *values;  // [outputs, inputs], or tiles of 16 outputs
-    const float *scale;  // [tiles, groups, 16]
-    const float *bias;   // [outputs], or NULL
-};
-
-// y = φ(x·matrixᵀ + bias) ∗ times + plus, the last two where they are not NULL
-struct product {
-    const struct matrix *matrix;
-    int64_t rows;
-    const float *x;               // [rows, inputs]
-    float *y;                     // [rows, outputs], like `times` and `plus`
-    const float *times, *plus;
-    int gelu;
-    const int8_t *small;          // the inputs in 8 bits
-    const float *x_scale;         // [rows, groups]
-    const int32_t *shift;         // [rows, groups]: what the weights' offset adds to the sums of a group, negated
-};
-
-INLINE floats load(const float *from) {
-    floats value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-INLINE floats load_bfloat16(const uint16_t *from) {
-    halves value;
-    memcpy(&value, from, sizeof value);
-    return (floats)(__builtin_convertvector(value, ints) << 16);
-}
-
-INLINE float sum(floats v) {
-    floats8 eight[2];
-    floats4 four[2];
-    memcpy(eight, &v, sizeof v);
-    eight[0] += eight[1];
-    memcpy(four, eight, sizeof *eight);
-    four[0] += four[1];
-    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
-}
-
-// Dot product of any length.
-INLINE float dot(const float *a, const float *b, int64_t length) {
-    floats total = {0};
-    float rest = 0;
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) total += load(a + i) * load(b + i);
-    for (; i < length; i++) rest = fmaf(a[i], b[i], rest);
-    return sum(total) + rest;
-}
-
-INLINE floats either(ints chosen, floats one, floats other) {
-    return (floats)((chosen & (ints)one) | (~chosen & (ints)other));
-}
-
-// e to the power of numbers that are not positive, to float32's precision.
-INLINE floats exponential(floats x) {
-    x = either(x < -87, (floats){0} - 87, x);
-    ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
-    floats k = __builtin_convertvector(whole, floats), r = x - k * 0.693359375f + k * 2.12194440e-4f;
-    floats p = ((((r * 1.3981999507e-3f + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r +
-                5.0000001201e-1f) * r * r + r + 1;
-    return p * (floats)((whole + 127) << 23);
-}
-
-// x·Φ(x), by Hastings' formula for the error function, whose error is 1.5e-7.
-INLINE floats gelu(floats x) {
-    floats size = either(x < 0, -x, x) * 0.70710678f, t = 1 / (1 + 0.3275911f * size);
-    floats tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t *
-                  exponential(-size * size) * 0.5f;
-    return x * either(x < 0, tail, 1 - tail);
-}
-
-// The sums of sixteen outputs of a row become what is asked for.
-INLINE void finish(const struct product *p, int64_t row, int64_t first, floats value) {
-    int64_t outputs = p->matrix->outputs, at = row * outputs + first;
-    size_t bytes = (outputs - first < LANES ? outputs - first : LANES) * sizeof(float);
-    floats other = {0};
-    if (p->matrix->bias) memcpy(&other, p->matrix->bias + first, bytes), value += other;
-    if (p->gelu) value = gelu(value);
-    if (p->times) memcpy(&other, p->times + at, bytes), value *= other;
-    if (p->plus) memcpy(&other, p->plus + at, bytes), value += other;
-    memcpy(p->y + at, &value, bytes);
-}
-
-// Sixteen outputs of `rows` rows. Where fewer rows are wanted, the first one stands in for those that are missing.
-INLINE void floats_block(const struct product *p, int64_t tile, int rows, int kind) {
-    int64_t inputs = p->matrix->inputs, left = p->matrix->outputs - tile * LANES;
-    int64_t size = kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
-    const float *x[MOST_ROWS];
-    floats sums[MOST_ROWS] = {0};
-    EACH(r, rows) x[r] = p->x + (r < p->rows ? r : 0) * inputs;
-    for (int o = 0; o < (left < LANES ? left : LANES); o++) {
-        const char *weights = (const char *)p->matrix->values + (tile * LANES + o) * inputs * size;
-        floats total[MOST_ROWS][2];
-        EACH(r, rows) total[r][0] = total[r][1] = (floats){0};
-        for (int64_t i = 0; i < inputs; i += 2 * LANES) EACH(half, 2) {
-            const char *from = weights + (i + half * LANES) * size;
-            floats w = kind == FLOAT32 ? load((const float *)from) : load_bfloat16((const uint16_t *)from);
-            EACH(r, rows) total[r][half] += w * load(x[r] + i + half * LANES);
-        }
-        EACH(r, rows) ((float *)&sums[r])[o] = sum(total[r][0] + total[r][1]);
-    }
-    EACH(r, rows) if (r < p->rows) finish(p, r, tile * LANES, sums[r]);
-}
-
-// Four inputs times four weights for each of sixteen outputs, on top of `total`.
-INLINE ints multiply_add(ints total, bytes weights, const int8_t *inputs) {
-#ifdef __AVX512VNNI__
-    int32_t four;
-    memcpy(&four, inputs, sizeof four);
-    return (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, _mm512_set1_epi32(four));
-#else
-    for (int i = 0; i < 4 * LANES; i++) total[i / 4] += weights[i] * inputs[i % 4];
-    return total;
-#endif
-}
-
-// Sixteen outputs of `rows` rows from a tile of weights, [inputs / 4, 16, 4], offset to be positive. In 4 bits two such
-// slices share their bytes, the first one below.
-INLINE void groups_block(const struct product *p, int64_t tile, int rows, int kind) {
-    int64_t inputs = p->matrix->inputs, groups = inputs / GROUP, size = kind == INT8 ? TILE : TILE / 2;
-    const uint8_t *weights = (const uint8_t *)p->matrix->values + tile * groups * size;
-    floats total[MOST_ROWS];
-    int64_t row[MOST_ROWS];
-    EACH(r, rows) row[r] = r < p->rows ? r : 0;
-    EACH(r, rows) total[r] = (floats){0};
-    for (int64_t g = 0; g < groups; g++, weights += size) {
-        floats scale = load(p->matrix->scale + (tile * groups + g) * LANES);
-        ints sums[MOST_ROWS][2];
-        EACH(r, rows) sums[r][0] = (ints){0} + p->shift[row[r] * groups + g], sums[r][1] = (ints){0};
-        EACH(slice, 8) {
-            bytes one, two;
-            if (kind == INT8) {
-                memcpy(&one, weights + 128 * slice, 64);
-                memcpy(&two, weights + 128 * slice + 64, 64);
-            } else {
-                memcpy(&one, weights + 64 * slice, 64);
-                two = (bytes)((ints)one >> 4) & 15;
-                one &= 15;
-            }
-            EACH(r, rows) {
-                const int8_t *four = p->small + row[r] * inputs + g * GROUP + 8 * slice;
-                sums[r][0] = multiply_add(sums[r][0], one, four);
-                sums[r][1] = multiply_add(sums[r][1], two, four + 4);
-            }
-        }
-        EACH(r, rows) {
-            ints both = sums[r][0] + sums[r][1];
-            total[r] += __builtin_convertvector(both, floats) * (scale * p->x_scale[row[r] * groups + g]);
-        }
-    }
-    EACH(r, rows) if (r < p->rows) finish(p, r, tile * LANES, total[r]);
-}
-
-#define ROWS_OF(kind, block)                                                                 \
-    static void over_##kind(const struct product *p, int64_t tile) {                         \
-        if (p->rows == 1) block(p, tile, 1, kind);                                           \
-        else if (p->rows == 2) block(p, tile, 2, kind);                                      \
-        else if (p->rows <= 4) block(p, tile, 4, kind);                                      \
-        else block(p, tile, 8, kind);                                                        \
-    }
-ROWS_OF(FLOAT32, floats_block)
-ROWS_OF(BFLOAT16, floats_block)
-ROWS_OF(INT8, groups_block)
-ROWS_OF(INT4, groups_block)
-
-// Inputs in 8 bits, with a scale per group.
-static void round_inputs(const struct product *p, int offset, int8_t *small, float *scale, int32_t *shift) {
-    for (int64_t g = 0; g < p->rows * (p->matrix->inputs / GROUP); g++) {
-        const float *x = p->x + g * GROUP;
-        float most = 0;
-        for (int i = 0; i < GROUP; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-        float inverse = most > 0 ? 127 / most : 0;
-        int32_t total = 0;
-        for (int i = 0; i < GROUP; i++) {
-            int32_t value = (int32_t)rintf(x[i] * inverse);
-            small[g * GROUP + i] = (int8_t)value;
-            total += value;
-        }
-        scale[g] = most / 127;
-        shift[g] = -offset * total;
-    }
-}
-
-// For 1 to 8 rows; inputs in multiples of 32 (small weights: 64).
-static void multiply(struct product p) {
-    static void (*const over[])(const struct product *, int64_t) = {over_FLOAT32, over_BFLOAT16, over_INT8, over_INT4};
-    int64_t kind = p.matrix->kind, tiles = (p.matrix->outputs + LANES - 1) / LANES;
-    char *scratch = NULL;
-    if (kind == INT8 || kind == INT4) {
-        int64_t groups = p.rows * (p.matrix->inputs / GROUP);
-        scratch = malloc(groups * (GROUP + sizeof(float) + sizeof(int32_t)));
-        float *x_scale = (float *)scratch;
-        int32_t *shift = (int32_t *)(x_scale + groups);
-        int8_t *small = (int8_t *)(shift + groups);
-        round_inputs(&p, kind == INT8 ? 128 : 8, small, x_scale, shift);
-        p.small = small, p.x_scale = x_scale, p.shift = shift;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) over[kind](&p, tile);
-    free(scratch);
-}
+// A step is of `length` tokens of each of `batch` rows; x and y are [batch, length, width].
+#include "products.h"
 
 void gss_product(const struct matrix *matrix, int64_t rows, const float *x, float *y) {
     multiply((struct product){.matrix = matrix, .rows = rows, .x = x, .y = y});
@@ -248,47 +24,221 @@ void gss_blocked_steps(int64_t batch, int64_t length, int64_t channels, int64_t 
         }
 }
 
-struct norm {
-    int64_t centred;  // LayerNorm; else RMSNorm
-    double epsilon;
-    const float *weight, *bias;
-};
-
-static void normalize(const struct norm *norm, int64_t rows, int64_t width, const float *x, float *y) {
-    for (int64_t r = 0; r < rows; r++, x += width, y += width) {
-        floats sums = {0}, squares = {0};
-        if (norm->centred) for (int64_t i = 0; i < width; i += LANES) sums += load(x + i);
-        float mean = sum(sums) / width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            floats off = load(x + i) - mean;
-            squares += off * off;
-        }
-        float scale = 1 / sqrtf(sum(squares) / width + (float)norm->epsilon);
-        for (int64_t i = 0; i < width; i++)
-            y[i] = (x[i] - mean) * scale * norm->weight[i] + (norm->bias ? norm->bias[i] : 0);
-    }
-}
-
-// A GSS layer: (DSS(norm(φ(XW₁)))·W₃ ∗ φ(XW₂))·W₄ + X, with X normed first.
-struct layer {
+// GSS: (DSS(norm(φ(XW₁)))·W₃ ∗ φ(XW₂))·W₄ + X, with X normed first.
+struct gss {
     struct norm norm, inner_norm;
     struct matrix inner, gate, context, output;
-    int64_t size;  // of a block
+    int64_t phi, size;  // of a block
     const float *taps;
 };
 
-void gss_layer(const struct layer *l, int64_t batch, int64_t length, int64_t read, float *inputs, const float *carried,
+void gss_layer(const struct gss *l, int64_t batch, int64_t length, int64_t read, float *inputs, const float *carried,
                const float *x, float *y) {
     int64_t rows = batch * length, width = l->inner.inputs, channels = l->inner.outputs, wide = l->gate.outputs;
     float *normed = malloc(rows * (width + 3 * channels + 2 * wide) * sizeof(float));
     float *u = normed + rows * width, *v = u + rows * channels, *mixed = v + rows * channels;
     float *gate = mixed + rows * channels, *gated = gate + rows * wide;
     normalize(&l->norm, rows, width, x, normed);
-    multiply((struct product){.matrix = &l->inner, .rows = rows, .x = normed, .y = u, .gelu = 1});
+    multiply((struct product){.matrix = &l->inner, .rows = rows, .x = normed, .y = u, .activation = l->phi});
     normalize(&l->inner_norm, rows, channels, u, v);
     gss_blocked_steps(batch, length, channels, l->size, read, v, inputs, l->taps, carried, mixed);
-    multiply((struct product){.matrix = &l->gate, .rows = rows, .x = normed, .y = gate, .gelu = 1});
+    multiply((struct product){.matrix = &l->gate, .rows = rows, .x = normed, .y = gate, .activation = l->phi});
     multiply((struct product){.matrix = &l->context, .rows = rows, .x = mixed, .y = gated, .times = gate});
     multiply((struct product){.matrix = &l->output, .rows = rows, .x = gated, .y = y, .plus = x});
+    free(normed);
+}
+
+// x + φ(norm(x)·W₁)·W₃; where there is a W₂, x + (φ(norm(x)·W₁) ∗ norm(x)·W₂)·W₃.
+struct feedforward {
+    struct norm norm;
+    struct matrix inner, gated, outer;
+    int64_t phi;
+};
+
+static void feed_forward(const struct feedforward *f, int64_t rows, const float *x, float *y) {
+    int64_t width = f->inner.inputs, wide = f->inner.outputs;
+    float *normed = malloc(rows * (width + 2 * wide) * sizeof(float)), *hidden = normed + rows * width;
+    float *last = hidden;
+    normalize(&f->norm, rows, width, x, normed);
+    multiply((struct product){.matrix = &f->inner, .rows = rows, .x = normed, .y = hidden, .activation = f->phi});
+    if (f->gated.values) {
+        last = hidden + rows * wide;
+        multiply((struct product){.matrix = &f->gated, .rows = rows, .x = normed, .y = last, .times = hidden});
+    }
+    multiply((struct product){.matrix = &f->outer, .rows = rows, .x = last, .y = y, .plus = x});
+    free(normed);
+}
+
+// GSS2: x + (norm(y) ∗ swish(norm(x)·W_z))·W_o, then a feed-forward; y is the matrix state's of q, k and v.
+struct gss2 {
+    struct norm norm;
+    struct matrix query, key, value, gate, output;
+    struct feedforward feedforward;
+    int64_t heads, modes, values, taps;
+    const float *short_taps;    // [taps, queries + keys + values], the newest token's first
+    const float *factor;        // [2, heads, modes]: e^λ
+    const float *energy, *skip; // [heads, 2 · modes], [heads]
+    const float *output_scale;  // [heads · values]
+};
+
+// The factor that makes a vector's mean square 1.
+INLINE float rms_factor(const float *x, int64_t size) { return 1 / sqrtf(dot(x, x, size) / size + 1e-6f); }
+
+// One head's token: S = e^λ ∗ S + k vᵀ, y = qᵀS + skip·v, y normed; S is [2 · modes, values], real parts first.
+static void keyed_step(const struct gss2 *l, int64_t head, float *q, float *k, const float *v, const float *before,
+                       float *state, float *y) {
+    int64_t modes = l->modes, values = l->values;
+    const float *cosine = l->factor + head * modes, *sine = cosine + l->heads * modes;
+    float q_factor = rms_factor(q, 2 * modes) / sqrtf(2 * modes), k_factor = rms_factor(k, 2 * modes);
+    for (int64_t n = 0; n < 2 * modes; n++) q[n] *= q_factor, k[n] *= k_factor * l->energy[head * 2 * modes + n];
+    for (int64_t d = 0; d < values; d += LANES) {
+        floats value = load(v + d), total = value * l->skip[head];
+        for (int64_t n = 0; n < modes; n++) {
+            int64_t at = n * values + d, below = at + modes * values;
+            floats real = load(before + at), imaginary = load(before + below);
+            floats next = real * cosine[n] - imaginary * sine[n] + value * k[n];
+            floats turned = real * sine[n] + imaginary * cosine[n] + value * k[modes + n];
+            memcpy(state + at, &next, sizeof next);
+            memcpy(state + below, &turned, sizeof turned);
+            total += next * q[n] + turned * q[modes + n];
+        }
+        memcpy(y + d, &total, sizeof total);
+    }
+    float factor = rms_factor(y, values);
+    for (int64_t d = 0; d < values; d++) y[d] *= factor * l->output_scale[head * values + d];
+}
+
+// Tokens leave a state each, so that the last ones can be taken back: the first in `states` [batch, heads, 2 · modes,
+// values], those of a row alone further on in `ahead`, and `at` is the one to start from. `recent` [batch, taps + 7,
+// channels] has the inputs of the short convolution likewise: those of the last step's token `at` are followed by ours.
+void gss2_layer(const struct gss2 *l, int64_t batch, int64_t length, int64_t at, float *states, float *ahead,
+                float *recent, const float *x, float *y) {
+    int64_t rows = batch * length, width = l->query.inputs, keys = l->query.outputs, inner = l->value.outputs;
+    int64_t channels = 2 * keys + inner, size = l->heads * 2 * l->modes * l->values, before = l->taps - 1;
+    float *normed = malloc(rows * 2 * (width + channels + inner) * sizeof(float)), *between = normed + rows * width;
+    float *projected = between + rows * width, *convolved = projected + rows * channels;
+    float *mixed = convolved + rows * channels, *gated = mixed + rows * inner;
+    normalize(&l->norm, rows, width, x, normed);
+    multiply((struct product){.matrix = &l->query, .rows = rows, .x = normed, .y = projected});
+    multiply((struct product){.matrix = &l->key, .rows = rows, .x = normed, .y = projected + rows * keys});
+    multiply((struct product){.matrix = &l->value, .rows = rows, .x = normed, .y = projected + 2 * rows * keys});
+    for (int64_t b = 0; b < batch; b++) {
+        float *inputs = recent + b * (before + MOST_ROWS) * channels;
+        memmove(inputs, inputs + (at + 1) * channels, before * channels * sizeof(float));
+        for (int64_t t = 0; t < length; t++) {
+            float *input = inputs + (before + t) * channels, *to = convolved + (b * length + t) * channels;
+            int64_t row = b * length + t;
+            memcpy(input, projected + row * keys, keys * sizeof(float));
+            memcpy(input + keys, projected + (rows + row) * keys, keys * sizeof(float));
+            memcpy(input + 2 * keys, projected + 2 * rows * keys + row * inner, inner * sizeof(float));
+            for (int64_t c = 0; c < channels; c += LANES) {
+                floats total = load(input + c) * load(l->short_taps + c);
+                for (int64_t k = 1; k <= before; k++)
+                    total += load(input + c - k * channels) * load(l->short_taps + k * channels + c);
+                total = swish(total);
+                memcpy(to + c, &total, sizeof total);
+            }
+        }
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t each = 0; each < batch * l->heads; each++) {
+        int64_t b = each / l->heads, head = each % l->heads, own = head * 2 * l->modes * l->values;
+        for (int64_t t = 0; t < length; t++) {
+            int64_t row = b * length + t, from = t ? t - 1 : at;
+            float *first = states + b * size, *q = convolved + row * channels + head * 2 * l->modes;
+            keyed_step(l, head, q, q + keys, convolved + row * channels + 2 * keys + head * l->values,
+                       (from ? ahead + (from - 1) * size : first) + own, (t ? ahead + (t - 1) * size : first) + own,
+                       mixed + row * inner + head * l->values);
+        }
+    }
+    multiply((struct product){
+        .matrix = &l->gate, .rows = rows, .x = normed, .y = gated, .activation = SWISH, .times = mixed});
+    multiply((struct product){.matrix = &l->output, .rows = rows, .x = gated, .y = between, .plus = x});
+    feed_forward(&l->feedforward, rows, between, y);
+    free(normed);
+}
+
+// A Transformer block: x + attention(norm x), then a feed-forward.
+struct transformer {
+    struct norm norm;
+    struct matrix query_key_value, output;
+    struct feedforward feedforward;
+    int64_t heads, reach, chunked;  // the tokens that one sees, or that a chunk has
+    const double *frequency;        // [width of a head / 2]: radians per token of rotary positions, or NULL
+};
+
+// Keys and values of a row, [heads, room, width of a head]: that of position p is in slot p % room.
+struct cache {
+    float *keys, *values;
+    int64_t room, position;
+};
+
+static void rotate(const double *frequency, int64_t position, int64_t heads, int64_t width, float *x) {
+    for (int64_t i = 0; i < width / 2; i++) {
+        float cosine = (float)cos(position * frequency[i]), sine = (float)sin(position * frequency[i]);
+        for (float *pair = x + i; pair < x + heads * width; pair += width) {
+            float first = pair[0], second = pair[width / 2];
+            pair[0] = first * cosine - second * sine;
+            pair[width / 2] = first * sine + second * cosine;
+        }
+    }
+}
+
+// What a head's query sees of the positions from `first` to `last`.
+static void attend(const float *query, const float *keys, const float *values, int64_t room, int64_t width,
+                   int64_t first, int64_t last, float *y) {
+    int64_t count = last - first + 1, slot = first % room;
+    float *weight = malloc(((count + LANES - 1) / LANES * LANES) * sizeof(float)), most = -INFINITY, total = 0;
+    for (int64_t i = 0, s = slot; i < count; i++, s = s + 1 == room ? 0 : s + 1) {
+        weight[i] = dot(query, keys + s * width, width) / sqrtf(width);
+        most = weight[i] > most ? weight[i] : most;
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats value = exponential(load(weight + i) - most);
+        memcpy(weight + i, &value, sizeof value);
+    }
+    for (int64_t i = 0; i < count; i++) total += weight[i];
+    for (int64_t d = 0; d < width; d += 4 * LANES) {
+        floats sums[4] = {0};
+        int parts = width - d < 4 * LANES ? (width - d) / LANES : 4;
+        for (int64_t i = 0, s = slot; i < count; i++, s = s + 1 == room ? 0 : s + 1)
+            for (int part = 0; part < parts; part++)
+                sums[part] += load(values + s * width + d + part * LANES) * weight[i];
+        for (int part = 0; part < parts; part++) {
+            sums[part] /= total;
+            memcpy(y + d + part * LANES, &sums[part], sizeof *sums);
+        }
+    }
+    free(weight);
+}
+
+void gss_transformer(const struct transformer *l, int64_t batch, int64_t length, const struct cache *caches,
+                     const float *x, float *y) {
+    int64_t rows = batch * length, inner = l->output.inputs, width = l->query_key_value.inputs, each = inner / l->heads;
+    float *normed = malloc(rows * (width + 4 * inner + width) * sizeof(float)), *projected = normed + rows * width;
+    float *attended = projected + rows * 3 * inner, *between = attended + rows * inner;
+    normalize(&l->norm, rows, width, x, normed);
+    multiply((struct product){.matrix = &l->query_key_value, .rows = rows, .x = normed, .y = projected});
+    for (int64_t row = 0; row < rows; row++) {
+        const struct cache *c = caches + row / length;
+        int64_t position = c->position + row % length, slot = position % c->room;
+        float *queries = projected + row * 3 * inner;
+        if (l->frequency) rotate(l->frequency, position, 2 * l->heads, each, queries);
+        for (int64_t head = 0; head < l->heads; head++) {
+            memcpy(c->keys + (head * c->room + slot) * each, queries + inner + head * each, each * sizeof(float));
+            memcpy(c->values + (head * c->room + slot) * each, queries + 2 * inner + head * each, each * sizeof(float));
+        }
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t one = 0; one < rows * l->heads; one++) {
+        int64_t row = one / l->heads, head = one % l->heads;
+        const struct cache *c = caches + row / length;
+        int64_t last = c->position + row % length;
+        int64_t first = l->chunked ? last / l->reach * l->reach : last < l->reach ? 0 : last + 1 - l->reach;
+        attend(projected + row * 3 * inner + head * each, c->keys + head * c->room * each,
+               c->values + head * c->room * each, c->room, each, first, last, attended + row * inner + head * each);
+    }
+    multiply((struct product){.matrix = &l->output, .rows = rows, .x = attended, .y = between, .plus = x});
+    feed_forward(&l->feedforward, rows, between, y);
     free(normed);
 }

@@ -1,0 +1,158 @@
+"""Associative recall and a passkey, with a constant state: the settings that were found, and what they give.
+
+    python -m experiments.recall recall recall-gss passkey --seeds 0,1,2 [--device cuda] [--scale 1.0]
+
+Each study trains a small model on a generated task (`gss.probe`), first on easier sequences of the same task, and tests
+it on fresh ones. A result goes into benchmarks/results/probe/, one file per study and seed; --out changes the folder,
+and a file that is there is not made again. --scale multiplies every number of steps: 0.05 is a trial run.
+"""
+
+import argparse
+import datetime
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gss.config import ModelConfig, override, to_mapping
+from gss.io.files import finite, write_json
+from gss.presets import preset
+from gss.probe import Stage, make_task, task_optimizer, train_on_task
+from gss.training import OptimizerConfig
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "probe"
+
+# A large rate for what Adam moves: the short convolution has to turn from the token itself to the one before it.
+RATES = {
+    "learning_rate": 0.02,
+    "matrix_learning_rate": 0.01,
+    "embedding_factor": 0.5,
+    "state_space_learning_rate": 0.01,
+    "warmup_steps": 10,
+}
+# One layer without attention, whose modes neither turn nor fade within a sequence.
+RECALL = {
+    "pattern": ("gss2",),
+    "depth": 1,
+    "width": 128,
+    "feedforward_width": 128,
+    "matrix_state": {"heads": 2, "value_width": 128},
+    "state_space": {"modes": 64, "decay_range": (1e-3, 2e-3), "frequency_range": (1e-6, 1e-4)},
+    "embedding_std": 1.0,
+    "head_scale": 0.125,
+}
+PASSKEY = {
+    **RECALL,
+    "width": 64,
+    "feedforward_width": 64,
+    "matrix_state": {"heads": 2, "value_width": 64, "taps": 8},
+    "state_space": {"modes": 16, "decay_range": (1e-5, 2e-5), "frequency_range": (1e-8, 1e-7)},
+}
+RECALL_STAGES = (
+    Stage(4, 16, 128, 150),
+    Stage(8, 32, 64, 50),
+    Stage(16, 64, 32, 50),
+    Stage(32, 128, 16, 50),
+    Stage(64, 256, 8, 250),
+)
+PASSKEY_STAGES = (Stage(5, 32, 64, 150), Stage(5, 128, 32, 100), Stage(5, 512, 16, 100))
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model, a task and how it is trained."""
+
+    preset: str
+    changes: dict[str, Any]
+    task: str
+    length: int
+    rows: int
+    steps: int
+    """Those of the curriculum too."""
+    curriculum: tuple[Stage, ...]
+    rates: dict[str, Any]
+    lengths: tuple[int, ...] = ()
+
+    def model(self) -> ModelConfig:
+        """The model's configuration."""
+        return preset(self.preset, **self.changes)
+
+    def optimizer(self) -> OptimizerConfig:
+        """Muon, at the study's rates."""
+        return override(task_optimizer(self.model(), self.steps), self.rates)
+
+    def scaled(self, scale: float) -> "Study":
+        """With so many times the steps, at least one in each stage."""
+        stages = tuple(stage._replace(steps=max(1, round(scale * stage.steps))) for stage in self.curriculum)
+        own = self.steps - sum(stage.steps for stage in self.curriculum)
+        steps = sum(stage.steps for stage in stages) + max(1, round(scale * own))
+        return replace(self, curriculum=stages, steps=steps)
+
+
+STUDIES = {
+    "recall": Study("gss2-tiny", RECALL, "recall", 512, 8, 800, RECALL_STAGES, RATES),
+    "recall-gss": Study("gss-tiny", {}, "recall", 512, 8, 800, RECALL_STAGES, {}),
+    "passkey": Study(
+        "gss2-tiny", PASSKEY, "passkey", 4096, 8, 450, PASSKEY_STAGES, RATES, (1024, 16_384, 65_536)
+    ),
+}  # fmt: skip
+
+
+def measure(study: Study, seed: int, device: str, sequences: int) -> dict[str, Any]:
+    """Train and test; everything that is needed to do it again."""
+    result = train_on_task(
+        study.model(), make_task(study.task), length=study.length, steps=study.steps, rows=study.rows,
+        curriculum=study.curriculum, lengths=study.lengths, sequences=sequences, optimizer=study.optimizer(),
+        seed=seed, device=device,
+    )  # fmt: skip
+    return {**asdict(result), "model": to_mapping(study.model()), "optimizer": to_mapping(study.optimizer())}
+
+
+def hardware(device: str) -> str:
+    """What it ran on, in words."""
+    if device == "cpu":
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run studies, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="+", choices=list(STUDIES))
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    for name in given.studies:
+        for seed in map(int, given.seeds.split(",")):
+            file = given.out / f"{name}.seed{seed}.json"
+            if file.exists():
+                continue
+            found = measure(STUDIES[name].scaled(given.scale), seed, given.device, given.sequences)
+            about = {
+                "study": name,
+                "date": datetime.date.today().isoformat(),
+                "hardware": hardware(given.device),
+                "commit": _commit(),
+                "command": f"python -m experiments.recall {name} --seeds {seed} --device {given.device} "
+                f"--scale {given.scale:g} --sequences {given.sequences}",
+            }
+            given.out.mkdir(parents=True, exist_ok=True)
+            write_json(file, finite({**about, **found}))
+            rows = ", ".join(f"{row['length']:,}: {row['accuracy']:.2%}" for row in found["accuracy"])
+            print(f"{name}, seed {seed}: {rows} ({found['seconds']:.0f} s, loss {found['loss']:.3f})", flush=True)
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""An ONNX graph, built node by node: what layers call to say what they compute.
+
+Weights lie in the file as they are kept, in bf16 or as whole numbers with scales, where that is exact; a runtime
+unpacks them once, when it loads the file. Knows operators and tensors; nothing of models.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from gss.nn.quantized import QuantizedEmbedding, QuantizedLinear, packed_weight
+from gss.ops.products import GROUP, unpacked
+
+Array = npt.NDArray[Any]
+OPSET, IR = 20, 10
+KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
+
+
+class Graph:
+    """Nodes, constants, inputs and outputs; values are named by strings.
+
+    >>> graph = Graph()
+    >>> x = graph.input("x", np.float32, ["L", 4])
+    >>> graph.output("y", graph("Add", x, graph.constant(np.ones(4, np.float32))), np.float32, ["L", 4])
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: list[TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._known: dict[Any, str] = {}
+        self._count = 0
+
+    def input(self, name: str, kind: Any, shape: Sequence[int | str]) -> str:
+        """An input of a kind and shape; a dimension that varies has a name."""
+        self._inputs.append(helper.make_tensor_value_info(name, KINDS[np.dtype(kind)], shape))
+        return name
+
+    def output(self, name: str, value: str, kind: Any, shape: Sequence[int | str]) -> None:
+        """Make a value an output of the graph."""
+        self._nodes.append(helper.make_node("Identity", [value], [name]))
+        self._outputs.append(helper.make_tensor_value_info(name, KINDS[np.dtype(kind)], shape))
+
+    def __call__(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """The result of an operator."""
+        return self.several(operator, 1, *inputs, **attributes)[0]
+
+    def several(self, operator: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
+        """The results of an operator that has as many."""
+        names = [self._name() for _ in range(count)]
+        self._nodes.append(helper.make_node(operator, inputs, names, **attributes))
+        return names
+
+    def constant(self, array: Array) -> str:
+        """A constant; equal ones of a few numbers are one."""
+        key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 128 else object()
+        if key not in self._known:
+            self._known[key] = self._name()
+            self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), self._known[key]))
+        return self._known[key]
+
+    def whole(self, *numbers: int) -> str:
+        """Whole numbers, as shapes and axes are given."""
+        return self.constant(np.array(numbers, np.int64))
+
+    def number(self, value: float) -> str:
+        """A number, to multiply by or to add."""
+        return self.constant(np.array(value, np.float32))
+
+    def parameter(self, tensor: Tensor) -> str:
+        """A weight in float32, in the file as bf16 where that says the same."""
+        tensor = tensor.detach().cpu()
+        short = tensor.to(torch.bfloat16)
+        if tensor.dim() < 2 or not torch.equal(short.to(tensor.dtype), tensor):
+            return self.constant(tensor.float().numpy())
+        name = self._name()
+        raw = short.contiguous().view(torch.int16).numpy().tobytes()
+        self._constants.append(helper.make_tensor(name, TensorProto.BFLOAT16, list(tensor.shape), raw, raw=True))
+        return self("Cast", name, to=TensorProto.FLOAT)
+
+    def matrix(self, layer: nn.Linear | nn.Embedding) -> str:
+        """The weight [O, I] of a dense layer or an embedding, packed or not."""
+        inner = layer.head if isinstance(layer, QuantizedEmbedding) else layer
+        if not isinstance(inner, QuantizedLinear) or inner._buffers["scale"] is None:
+            return self.parameter(inner.weight)
+        packed = packed_weight(inner)
+        scale = packed.scale
+        assert scale is not None
+        whole = unpacked(packed._replace(scale=torch.ones_like(scale))).to(torch.int8)  # [O, I]
+        each = scale.transpose(1, 2).flatten(0, 1)[: packed.outputs].unsqueeze(-1)  # [O, I / 64, 1]
+        groups = self("Cast", self.constant(whole.unflatten(1, (-1, GROUP)).numpy()), to=TensorProto.FLOAT)
+        scaled = self("Mul", groups, self.constant(each.contiguous().numpy()))
+        return self("Reshape", scaled, self.whole(packed.outputs, packed.inputs))
+
+    def dense(self, x: str, layer: nn.Linear) -> str:
+        """A dense layer of [L, I]: [L, O]."""
+        # Transposed when the file is loaded: a product of one row is quickest with the inputs first.
+        weight = self("Transpose", self.matrix(layer), perm=[1, 0])
+        return self("Gemm", x, weight, *([] if layer.bias is None else [self.parameter(layer.bias)]))
+
+    def norm(self, x: str, layer: nn.LayerNorm | nn.RMSNorm) -> str:
+        """A norm over the last dimension."""
+        scale = self.parameter(layer.weight)
+        if isinstance(layer, nn.LayerNorm):
+            return self("LayerNormalization", x, scale, self.parameter(layer.bias), epsilon=layer.eps)
+        assert layer.eps is not None
+        return self("Mul", self.rms(x, layer.eps), scale)
+
+    def rms(self, x: str, epsilon: float) -> str:
+        """Vectors divided by the root of their mean square."""
+        mean = self("ReduceMean", self("Mul", x, x), self.whole(-1))
+        return self("Div", x, self("Sqrt", self("Add", mean, self.number(epsilon))))
+
+    def activation(self, x: str, name: str) -> str:
+        """One of `gss.choices.ACTIVATIONS`."""
+        if name == "gelu":
+            return self("Gelu", x)
+        if name == "swish":
+            return self("Mul", x, self("Sigmoid", x))
+        positive = self("Relu", x)
+        if name not in ("relu", "relu2"):
+            raise ValueError(f"the activation {name} cannot be exported to ONNX yet: add it to gss.export.graph")
+        return positive if name == "relu" else self("Mul", positive, positive)
+
+    def first(self, table: Array, count: str, axis: int) -> str:
+        """The first few of a table, along an axis; `count` is a value of one number."""
+        return self("Slice", self.constant(table), self.whole(0), count, self.whole(axis))
+
+    def reshaped(self, x: str, *shape: int) -> str:
+        """In another shape; 0 keeps a dimension, −1 takes what is left."""
+        return self("Reshape", x, self.whole(*shape))
+
+    def transposed(self, x: str, *order: int) -> str:
+        """With its dimensions in another order."""
+        return self("Transpose", x, perm=list(order))
+
+    def model(self, about: dict[str, str]) -> onnx.ModelProto:
+        """The finished model, checked; `about` is kept in it for people and programs."""
+        graph = helper.make_graph(self._nodes, "gss", self._inputs, self._outputs, self._constants)
+        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR)
+        made.producer_name = "gss"
+        helper.set_model_props(made, about)
+        onnx.checker.check_model(made)
+        return made
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
