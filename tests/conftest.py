@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, limits, pipes or terminals")
+
 # Transformers on windows: most tests of theirs are in nn/, with windows of 8 tokens.
 WINDOW_FAMILIES = ("slide", "xl", "rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip")
 # Every family has a tiny preset; those in -l are the same family.

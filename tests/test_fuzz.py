@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import tarfile
 import time
@@ -28,13 +27,15 @@ import gss
 from gss.data import Lanes, Packed, Segments, SourceOptions, load_tokenizer, open_dataset, prepare
 from gss.io.runs import read_metrics
 from gss.training.folder import RunFolder
-from tests.conftest import small_config
+from tests.conftest import posix, small_config
 from tests.mutating import fresh_copy, mutate
 from tests.serve.serving import save_run
 
 EXPORTS = importlib.util.find_spec("transformers") is not None
 if EXPORTS:
     from gss import hf
+
+pytestmark = posix  # alarms, and limits on memory
 
 SECONDS, BYTES = 10, 1 << 30
 SIZES = {"vocab_size": 257, "depth": 2}
@@ -199,6 +200,8 @@ def _too_slow(number: int, frame: Any) -> None:
 
 def work(root: Path, seed: int, numbers: range, report: Any) -> None:
     """Inputs in a process of their own, with little memory to take."""
+    import resource
+
     torch.set_num_threads(1)
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, _too_slow)

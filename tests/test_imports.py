@@ -162,6 +162,36 @@ def test_loading_a_model_needs_nothing_of_training() -> None:
     assert not (above | {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}) & loaded
 
 
+POSIX_ONLY = """
+import builtins, importlib, os, sys
+import torch  # libraries have their own ways; ours are tried here
+modules, real = ("fcntl", "resource", "termios", "pwd", "grp"), builtins.__import__
+def imported(name, namespace=None, *more, **options):
+    if name in modules and str((namespace or {}).get("__name__")).startswith("gss"):
+        raise ImportError(name)
+    return real(name, namespace, *more, **options)
+builtins.__import__ = imported
+for name in ("sched_getaffinity", "fork"):
+    if hasattr(os, name):
+        delattr(os, name)
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+from gss.data import usable_cores
+assert usable_cores() == os.cpu_count()
+"""
+
+
+def test_modules_import_where_posix_is_not() -> None:
+    """Everything but the GPU kernels runs on Windows, where a few modules and functions of Python's are missing.
+
+    `hf` and `lm_eval`, which take long to import what they wrap, use none of these.
+    """
+    left_out = ("ops.gpu", "__main__", "hf", "lm_eval")
+    names = [f"gss.{name}".rstrip(".") for name in modules() if not name.startswith(left_out)]
+    done = subprocess.run([sys.executable, "-c", POSIX_ONLY, *names], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_public_names() -> None:
     assert all(getattr(gss, name) is not None for name in gss.__all__)
     assert set(gss.__all__) <= set(dir(gss))

@@ -9,7 +9,6 @@ from torch import nn
 from gss.config import ModelConfig
 from gss.model import build_layer
 from gss.nn.dense import norm
-from gss.nn.state import Slot
 from gss.nn.state_space import StateSpace
 
 
@@ -60,7 +59,8 @@ def account(config: ModelConfig, length: int = 4096) -> Accounts:
             flops["dense"] += 2 * weights * count
             flops["mixing"] += math.ceil(count * layer.mixing_flops(length))
             slots = layer.state_slots().values()
-            state_scalars += count * sum(_scalars(slot, length) for slot in slots if not slot.integer)
+            sizes = [[length if size is None else size for size in slot.shape] for slot in slots if not slot.integer]
+            state_scalars += count * sum(map(math.prod, sizes))
             counts += count * 8 * sum(slot.integer for slot in slots)
         parts.append(Part("last norm", 1, _parameters(norm(config.width, config))))
     return Accounts(tuple(parts), flops, 4 * state_scalars + counts, length)
@@ -77,7 +77,3 @@ def flops_per_token(config: ModelConfig, length: int) -> int:
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _scalars(slot: Slot, length: int) -> int:
-    return math.prod(length if size is None else size for size in slot.shape)

@@ -11,7 +11,6 @@ import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import field, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
-    """The end of an error about a name that is none: those that it looks like a slip of, or the names there are.
+    """The end of an error about an unknown name: the names that it resembles, or else all of them.
 
     `dotted` are names of settings in groups, of which the last part may be all that was given.
     """
@@ -42,14 +41,11 @@ def limited(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"limits": limits})
 
 
-_hints = cache(typing.get_type_hints)
-
-
 def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
     """Refuse a value outside its field's limits, or not among the choices of its type or those registered here."""
-    owner: Any = type(config)
+    hints = typing.get_type_hints(type(config))
     for each in fields(config):
-        name, kind, given = each.name, _hints(owner)[each.name], getattr(config, each.name)
+        name, kind, given = each.name, hints[each.name], getattr(config, each.name)
         limits = each.metadata.get("limits", {})
         if limits and not (given is None and type(None) in typing.get_args(kind)):
             if int in (kind, *typing.get_args(kind)) and type(given) is not int:

@@ -49,7 +49,8 @@ def _check_length(max_tokens: int) -> None:
 def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = None) -> list[int]:
     """What a model reads before it continues a text: the end-of-document id, as in training, and the text.
 
-    After a `state` that has read something, a text goes on from there without that id; an empty one begins anew.
+    After a `state` that has read something, a text continues from there without that id; an empty one
+    starts a new document.
     """
     text: list[int] = tokenizer.encode(prompt).tolist()
     continues = state is not None and int(state.position.max()) > 0

@@ -171,7 +171,7 @@ def load(
     weights: str | None = None,
     state: str | Path | ModelState | None = None,
 ) -> LM:
-    """The model of a run folder, in evaluation mode: its newest good checkpoint, or the one of a step.
+    """The model of a run folder, in evaluation mode: its newest good checkpoint, or that of a given step.
 
     Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
     as well. With a `state`, or a file of one, every text starts from there.

@@ -91,6 +91,15 @@ _TINY = {
 }
 _GSS_SMALL = {**_SMALL, "depth": 12, "state_space.modes": 256}
 _GSS_TINY = {**_TINY, "state_space.modes": 64}
+_LLAMA_SMALL = {**_SMALL, "feedforward_width": 1408, "attention.heads": 8}
+_LLAMA_TINY = {**_TINY, "feedforward_width": 352}
+_GSS2_SMALL = {**_LLAMA_SMALL, "matrix_state.heads": 4}
+_GSS2_TINY = {
+    **_LLAMA_TINY,
+    "matrix_state": {"heads": 4, "value_width": 32},
+    "state_space.modes": 16,
+    "attention.sliding": 64,
+}
 _FEEDBACK_SMALL = {**_SMALL, "depth": 1, "recurrent.blocks": 9, "recurrent.block": 7}
 # No dropout: what trains on a CPU for a minute sees too little to overfit.
 _WINDOW_TINY = {**_TINY, "dropout": 0.0, "attention.window": 64, "recurrent.vectors": 64}
@@ -131,15 +140,9 @@ PRESETS: dict[str, Preset] = {
     ),
     "dss-small": _preset(_DSS, {**_SMALL, "state_space.modes": 64}, "DSS, 46M parameters"),
     "transformer-small": _preset(_TRANSFORMER, _SMALL, "Transformer, 45M parameters"),
-    "llama-small": _preset(
-        _LLAMA,
-        {**_SMALL, "feedforward_width": 1408, "attention.heads": 8},
-        "Transformer of Llama's kind, 45M parameters",
-    ),
+    "llama-small": _preset(_LLAMA, _LLAMA_SMALL, "Transformer of Llama's kind, 45M parameters"),
     "gss2-small": _preset(
-        _GSS2,
-        {**_SMALL, "feedforward_width": 1408, "attention.heads": 8, "matrix_state.heads": 4},
-        "GSS2 with attention over 4,096 tokens at layers 3, 6, 9, 45M parameters",
+        _GSS2, _GSS2_SMALL, "GSS2 with attention over 4,096 tokens at layers 3, 6, 9, 45M parameters"
     ),
     "rec-fixed-skip-small": _preset(
         _SLIDE, {**_SMALL, **_recurrent(9)}, f"{_REC}, the recurrent layer 7th of 9, 47M parameters"
@@ -156,20 +159,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "dss-tiny": _preset(_DSS, {**_TINY, "state_space.modes": 16}, "DSS on bytes, for a CPU"),
     "transformer-tiny": _preset(_TRANSFORMER, _TINY, "Transformer on bytes, for a CPU"),
-    "llama-tiny": _preset(
-        _LLAMA, {**_TINY, "feedforward_width": 352}, "Transformer of Llama's kind on bytes, for a CPU"
-    ),
-    "gss2-tiny": _preset(
-        _GSS2,
-        {
-            **_TINY,
-            "feedforward_width": 352,
-            "matrix_state": {"heads": 4, "value_width": 32},
-            "state_space.modes": 16,
-            "attention.sliding": 64,
-        },
-        "GSS2 with attention at layer 3, for a CPU",
-    ),
+    "llama-tiny": _preset(_LLAMA, _LLAMA_TINY, "Transformer of Llama's kind on bytes, for a CPU"),
+    "gss2-tiny": _preset(_GSS2, _GSS2_TINY, "GSS2 with attention at layer 3, for a CPU"),
     "rec-fixed-skip-tiny": _preset(
         _SLIDE, {**_WINDOW_TINY, **_recurrent(4)}, f"{_REC} on bytes, windows of 64, for a CPU"
     ),

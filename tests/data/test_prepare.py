@@ -5,7 +5,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from gss.data.merge import check_shares
 from gss.data.parts import token_dtype
 from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
+from tests.conftest import posix
 
 BYTES = load_tokenizer("bytes")
 
@@ -217,7 +217,7 @@ def test_a_vocabulary_too_large_for_its_dtype(corpus: Path, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="made id 257, outside its own size 257"):
         prepare([str(corpus)], tmp_path / "lying", Lying(), workers=1)
-    with pytest.raises(ValueError, match="ids must lie in"):
+    with pytest.raises(ValueError, match="ids must be in"):
         dataset_from_arrays([[5]], vocab_size=5, eos_id=0)
 
 
@@ -236,6 +236,8 @@ def test_32_bit_tokens(tmp_path: Path) -> None:
 
 
 def _prepare_with_room_for(limit: int, corpus: str, out: str) -> None:
+    import resource
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
@@ -244,6 +246,7 @@ def _prepare_with_room_for(limit: int, corpus: str, out: str) -> None:
         os._exit(7 if "no room left" in str(error) and "run the same command again" in str(error) else 8)
 
 
+@posix
 @pytest.mark.parametrize("limit", [3_000, 20_000])
 def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, limit: int) -> None:
     """The kernel refuses to write beyond the limit: first in a part, then in the merge."""
@@ -258,6 +261,7 @@ def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, limit: int) -> None:
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
+@posix
 def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
     import fcntl
 

@@ -13,6 +13,9 @@ from data_corpora import folder_bytes, make_text
 
 from gss.data import SourceOptions, load_tokenizer, prepare
 from gss.data.chunks import CHUNK
+from tests.conftest import posix
+
+pytestmark = posix
 
 SPAN = 120_000
 RUN = f"""

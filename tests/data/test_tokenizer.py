@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, require_same
 from gss.data.tokenizer_training import SMALLEST, _write_sample, train_tokenizer
+from tests.conftest import posix
 
 # Any Unicode text, and text rich in what vocabularies stumble over.
 TEXTS = st.one_of(
@@ -211,6 +212,7 @@ def test_repeated_passages_are_trained_on_once_and_always_alike(tmp_path: Path, 
     assert str(tmp_path).encode() not in first.content
 
 
+@posix
 def test_sigterm_leaves_nothing_behind(tmp_path: Path, texts: list[str]) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("\n".join(texts))
@@ -237,6 +239,7 @@ def test_dropout_of_a_vocabulary_is_switched_off(tmp_path: Path) -> None:
     assert {tuple(tokenizer.encode("abcd" * 8).tolist()) for _ in range(20)} == {(10,) * 8}
 
 
+@posix
 def test_vocabularies_from_elsewhere_reach_nothing_else(tmp_path: Path, t5_like: Path) -> None:
     folder = tmp_path / "v"
     load_tokenizer(t5_like).save(folder)

@@ -12,8 +12,7 @@ import torch
 
 from gss.io import checkpoint
 from gss.io.checkpoint import DamagedCheckpointError
-
-posix = pytest.mark.skipif(sys.platform == "win32", reason="needs fork, or limits on files")
+from tests.conftest import posix
 
 
 def _tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:

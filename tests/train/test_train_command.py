@@ -1,7 +1,6 @@
 """`gss train` from outside: its output in a pipe and on a terminal, its exit statuses, its signals."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from train_runs import assignments, command, final_files, losses, run, small_config
 
 from gss.io import checkpoint
+from tests.conftest import posix
 
 
 def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
@@ -34,7 +34,10 @@ def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 12
 
 
+@posix
 def test_a_live_line_on_a_terminal(corpus: Path, tmp_path: Path) -> None:
+    import pty
+
     here, there = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "gss", *map(str, _arguments(corpus, tmp_path / "run"))],
@@ -57,6 +60,7 @@ def test_a_live_line_on_a_terminal(corpus: Path, tmp_path: Path) -> None:
     assert b"\x1b[" in shown  # the line is redrawn in place
 
 
+@posix
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_save_and_stop(corpus: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
     """However early or late it comes after training has begun, the step that it came in is saved."""
@@ -80,6 +84,7 @@ def test_signals_save_and_stop(corpus: Path, tmp_path: Path, number: signal.Sign
     assert len(result) == more
 
 
+@posix
 def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path) -> None:
     """torchrun passes SIGTERM on to its processes; all of them agree on the step and save it."""
     out = tmp_path / "run"
@@ -96,8 +101,9 @@ def test_torchrun_stops_on_a_signal_to_one_process(corpus: Path, tmp_path: Path)
     assert checkpoint.step_of(newest) == len(losses(out))
 
 
+@posix
 def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) -> None:
-    """Elastic: one of two processes, which share every row, is killed; torchrun starts both anew, and they go on from
+    """Elastic: one of two processes, which share every row, is killed; torchrun restarts both, and they continue from
     the newest checkpoint.
     """
     straight = run(small_config(steps=120), corpus, tmp_path / "straight")

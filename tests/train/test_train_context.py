@@ -12,12 +12,14 @@ from train_runs import command, losses, run
 from gss.data import load_tokenizer, prepare
 from gss.io import checkpoint
 from gss.training import resolve
+from tests.conftest import posix
 
 LENGTH, STEPS = 65_536, 8
 SETTINGS = {"length": LENGTH, "batch_tokens": LENGTH, "steps": STEPS, "optimizer.warmup_steps": 2, "device": "cpu"}
 SETTINGS |= {"report.evaluate_every": 0, "report.sample_every": 0, "report.log_every": 1, "checkpoint.every": 2}
 
 
+@posix
 @pytest.mark.soak
 def test_two_processes_train_on_long_rows_as_one(tmp_path: Path) -> None:
     draw = random.Random(0)

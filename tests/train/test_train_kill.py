@@ -14,6 +14,9 @@ from train_runs import final_files, losses, run, small_config
 from gss.io import checkpoint
 from gss.training import train
 from gss.training.config import TrainConfig
+from tests.conftest import posix
+
+pytestmark = posix
 
 EVERY, STEPS = 3, 60
 

@@ -163,7 +163,7 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty and is no run's folder"):
+    with pytest.raises(ValueError, match="is not empty and is not a run folder"):
         run(small_config(), corpus, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

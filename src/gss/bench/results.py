@@ -112,7 +112,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this program was started; of absolute paths only the name, since where things lie is a machine's own."""
+    """How this program was started; absolute paths are cut to the name, since folders differ between machines."""
     program = Path(sys.argv[0])
     script = program.suffix == ".py" and program.name != "__main__.py"
     start = ["python", "-m", f"experiments.{program.stem}"] if script else ["gss"]

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from gss.cli import bench, data, evaluate, exchange, models, probe, quickstart, report, reproduce, serve, settings
 from gss.cli import text as texts
@@ -37,8 +38,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Long-range language models built on Gated State Spaces."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gss.cli.options import AsJson, Device
 
@@ -21,29 +21,21 @@ _SHAPES = {
 
 
 def bench_command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=_WHAT)],
+    what: Annotated[str, Argument(metavar="WHAT", help=_WHAT)],
     device: Device = "auto",
-    model: Annotated[
-        str | None, typer.Option(help="A preset: see `gss presets`. Default: gss on a GPU, gss-small on a CPU.")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Also measure this: transformer, dss, or any preset; repeatable."),
-    ] = None,
+    model: Annotated[str | None, Option(help="The preset. Default: gss on a GPU, gss-small on a CPU.")] = None,
+    peer: Annotated[list[str] | None, Option(help="Also measure transformer, dss or any preset; repeatable.")] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="BATCHxLENGTH", help="Rows, and tokens per row (for decode, tokens of context); repeatable."
-        ),
+        Option(metavar="BATCHxLENGTH", help="Rows and tokens per row (decode: of context); repeatable."),
     ] = None,
     piece: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prefill: tokens read at a time; repeatable. Default: all at once.")
+        list[int] | None, Option(min=1, help="Prefill: tokens read at a time; repeatable. Default: all.")
     ] = None,
     compile_: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Compile every layer. Default: only for training on a GPU."),
+        bool | None, Option("--compile/--no-compile", help="Default: only when training on a GPU.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 5,
+    repeats: Annotated[int, Option(min=1, help="Timed runs; the median counts.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure speed, memory and accuracy on this machine; what is measured is compared with plain arithmetic first."""

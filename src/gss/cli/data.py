@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gss.cli.options import Force
 
@@ -14,19 +15,17 @@ tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         help="Files or folders of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst), their URLs (s3://, gs://, https://, "
         "hf://datasets/…), or one recipe: stdlib, pg19, lm1b, arxiv, github."
     ),
 ]
 Local = Annotated[
     str | None,
-    typer.Option("--from", help="A recipe's copy: a folder, or a URL. Without it, pg19 and lm1b come from the hub."),
+    Option("--from", help="A recipe's copy: a folder, or a URL. Without it, pg19 and lm1b come from the hub."),
 ]
-Suffix = Annotated[
-    list[str] | None, typer.Option("--suffix", help="Another ending of plain text files, such as .tex; repeatable.")
-]
-Field = Annotated[str, typer.Option("--field", help="The field or column of rows that holds the text.")]
+Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of text files, such as .tex; repeatable.")]
+Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
 
 
 @tokenizer_app.callback()
@@ -36,40 +35,22 @@ def _tokenizer_group() -> None:
 
 def prepare_command(
     source: Sources,
-    out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
+    out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     tokenizer: Annotated[
-        str,
-        typer.Option("--tokenizer", "-t", help="bytes, box, a tokenizer.json, a .model, or a folder (a run's)."),
+        str, Option("--tokenizer", "-t", help="bytes, box, a tokenizer.json, a .model, or a folder.")
     ] = "bytes",
-    eos: Annotated[
-        str | None, typer.Option("--eos", help="The token that ends a document, if the vocabulary does not say.")
-    ] = None,
+    eos: Annotated[str | None, Option(help="The token that ends a document, if the vocabulary does not say.")] = None,
     local: Local = None,
     splits: Annotated[
         str,
-        typer.Option(
-            "--splits",
-            help="'own': by folders or file names train, valid, test; 'hash': by a hash of each document's contents; "
-            "'auto': own if every file has one.",
-        ),
+        Option(help="own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."),
     ] = "auto",
-    valid: Annotated[
-        float, typer.Option("--valid", help="Share of documents held out for validation, chosen by hash.")
-    ] = 0.05,
-    test: Annotated[
-        float, typer.Option("--test", help="Share of documents held out for testing, chosen by hash.")
-    ] = 0.0,
+    valid: Annotated[float, Option(help="Share of documents held out for validation, chosen by hash.")] = 0.05,
+    test: Annotated[float, Option(help="Share of documents held out for testing, chosen by hash.")] = 0.0,
     suffix: Suffix = None,
     field: Field = "text",
-    part: Annotated[
-        str,
-        typer.Option(
-            "--part", metavar="I/N", help="Do the I-th of N parts of the work, one on each machine; then use gss merge."
-        ),
-    ] = "1/1",
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Number of processes. Default: one per core.")
-    ] = None,
+    part: Annotated[str, Option(metavar="I/N", help="Prepare the I-th of N parts, for gss merge.")] = "1/1",
+    workers: Annotated[int | None, Option("--workers", "-j", min=1, help="Processes. Default: one per core.")] = None,
     force: Force = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
@@ -107,10 +88,8 @@ def prepare_command(
 
 
 def merge_command(
-    part: Annotated[
-        list[str], typer.Argument(help="The folders that gss prepare --part made, or their URLs, in any order.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to create; it appears only when it is complete.")],
+    part: Annotated[list[str], Argument(help="The folders that gss prepare --part made, or their URLs, in any order.")],
+    out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     force: Force = False,
 ) -> None:
     """Make one corpus of parts that several machines prepared: the same, byte for byte, that one machine makes."""
@@ -129,8 +108,8 @@ def _print_prepared(manifest: "Manifest", out: Path) -> None:
 
 
 def data_command(
-    folder: Annotated[Path, typer.Argument(help="A folder that gss prepare made.")],
-    sample: Annotated[int, typer.Option("--sample", help="Number of the document whose beginning is shown.")] = 0,
+    folder: Annotated[Path, Argument(help="A folder that gss prepare made.")],
+    sample: Annotated[int, Option(help="Number of the document whose beginning is shown.")] = 0,
 ) -> None:
     """Show the counts, lengths and a sample of a prepared corpus, and verify all its hashes."""
     from gss.data import open_dataset, read_manifest
@@ -147,21 +126,16 @@ def data_command(
 @tokenizer_app.command("train")
 def train_command(
     source: Sources,
-    out: Annotated[Path, typer.Option("--out", help="The folder to create.")],
-    vocab_size: Annotated[
-        int, typer.Option("--vocab-size", help="Number of pieces; the paper's LM1B vocabulary has 30000.")
-    ] = 30_000,
-    model: Annotated[str, typer.Option("--model", help="'unigram' or 'bpe'.")] = "unigram",
+    out: Annotated[Path, Option(help="The folder to create.")],
+    vocab_size: Annotated[int, Option(help="Number of pieces; the paper's LM1B vocabulary has 30000.")] = 30_000,
+    model: Annotated[str, Option(help="'unigram' or 'bpe'.")] = "unigram",
     max_bytes: Annotated[
-        int,
-        typer.Option("--max-bytes", min=1, help="Maximum amount of text to train on, taken evenly from the sources."),
+        int, Option(min=1, help="Most text to train on, taken evenly from the sources.")
     ] = 200_000_000,
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Number of threads. Default: all cores.")
-    ] = None,
+    threads: Annotated[int | None, Option(min=1, help="Number of threads. Default: all cores.")] = None,
     force: Force = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""

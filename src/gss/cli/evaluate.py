@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from gss.cli.options import AsJson, Device, Precision, Run, State, Step, whole_numbers
 
@@ -16,24 +16,20 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
-    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
+    data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
     run: Run = None,
-    split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
-    lengths: Annotated[
-        str, typer.Option(help="Sequence lengths, separated by commas; those that no document reaches are left out.")
-    ] = "512,4096,16384,65536",
-    carry_state: Annotated[
-        bool, typer.Option("--carry-state", help="Also read every document whole, with its state carried.")
-    ] = False,
+    split: Annotated[str, Option(help="The split to score.")] = "valid",
+    lengths: Annotated[str, Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
+    carry_state: Annotated[bool, Option("--carry-state", help="Also read every document whole.")] = False,
     state: State = None,
     step: Step = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Score at most this many tokens. Default: all.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time, which bounds memory.")] = 4096,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side when windows are short.")] = 16_384,
+    max_tokens: Annotated[int | None, Option(help="Score at most this many tokens. Default: all.")] = None,
+    piece: Annotated[int, Option(help="Tokens read at a time, which bounds memory.")] = 4096,
+    batch_tokens: Annotated[int, Option(help="Tokens read side by side when windows are short.")] = 16_384,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Also write the rows to a CSV file.")] = None,
+    csv_file: Annotated[Path | None, Option("--csv", help="Also write the rows to a CSV file.")] = None,
 ) -> None:
     """Score held-out documents at several sequence lengths, with the same target tokens at each.
 

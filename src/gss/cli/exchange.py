@@ -1,4 +1,4 @@
-"""Commands that write a model anew: export and import, which exchange models with other libraries, and quantize."""
+"""Commands that write a model in another form: export and import for other libraries, and quantize."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gss.cli.options import Step
 
@@ -20,16 +20,15 @@ class Target(StrEnum):
 
 
 def export_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made, or box.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
+    run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
+    out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
     to: Annotated[
-        Target,
-        typer.Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."),
+        Target, Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model.")
     ] = Target.HF,
     step: Step = None,
     runtime: Annotated[
         Path | None,
-        typer.Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
+        Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
     ] = None,
 ) -> None:
     """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
@@ -50,10 +49,8 @@ def export_command(
 
 
 def import_command(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")
-    ],
-    run: Annotated[Path, typer.Argument(help="The run folder to create; it must be new or empty.")],
+    folder: Annotated[Path, Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")],
+    run: Annotated[Path, Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
     with _extra():
@@ -62,11 +59,9 @@ def import_command(
 
 
 def quantize_command(
-    run: Annotated[Path, typer.Argument(help="A run folder that `gss train` made.")],
-    out: Annotated[
-        Path | None, typer.Argument(help="The run folder to create. Default: RUN-int8 and so on.", metavar="[OUT]")
-    ] = None,
-    bits: Annotated[int, typer.Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
+    run: Annotated[Path, Argument(help="A run folder that `gss train` made.")],
+    out: Annotated[Path | None, Argument(help="The run folder to create. Default: RUN-int8 and so on.")] = None,
+    bits: Annotated[int, Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
     step: Step = None,
 ) -> None:
     """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""

@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from gss.cli.options import AsJson
 from gss.cli.settings import complete_preset
@@ -25,14 +25,11 @@ def presets() -> None:
 
 
 def params(
-    preset: Annotated[
-        str, typer.Argument(help="Name of a preset; `gss presets` lists them.", autocompletion=complete_preset)
-    ],
+    preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, e.g. depth=8 or state_space.modes=64."),
+        list[str] | None, Option("--set", help="Change a field: depth=8, state_space.modes=64.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
+    length: Annotated[int, Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
     as_json: AsJson = False,
 ) -> None:
     """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from gss.cli.options import AsJson, Device, Precision, whole_numbers
@@ -40,16 +41,16 @@ probe = typer.Typer(
 
 @probe.command()
 def context(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
-    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
-    split: Annotated[str, typer.Option(help="The split to score.")] = "valid",
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
+    data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
+    split: Annotated[str, Option(help="The split to score.")] = "valid",
     longest: Annotated[
-        int | None, typer.Option(help="The longest context. Default: the largest power of two that 8 documents reach.")
+        int | None, Option(help="The longest context. Default: the largest that 8 documents reach.")
     ] = None,
-    shortest: Annotated[int, typer.Option(help="The shortest context.")] = 1,
-    targets: Annotated[int, typer.Option(help="Consecutive target tokens of a block.")] = 512,
-    blocks: Annotated[int, typer.Option(help="Most blocks per document.")] = 2,
-    documents: Annotated[int, typer.Option(help="Most documents.")] = 32,
+    shortest: Annotated[int, Option(help="The shortest context.")] = 1,
+    targets: Annotated[int, Option(help="Consecutive target tokens of a block.")] = 512,
+    blocks: Annotated[int, Option(help="Most blocks per document.")] = 2,
+    documents: Annotated[int, Option(help="Most documents.")] = 32,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
@@ -107,39 +108,29 @@ def context(
 
 @probe.command()
 def tasks(
-    preset: Annotated[str, typer.Option(help="The model: see `gss presets`.")],
-    task: Annotated[str, typer.Option(help="induction, selective-copying, recall or passkey.")] = "recall",
+    preset: Annotated[str, Option(help="The model: see `gss presets`.")],
+    task: Annotated[str, Option(help="induction, selective-copying, recall or passkey.")] = "recall",
     pairs: Annotated[
-        int | None,
-        typer.Option("--pairs", "--items", help="What to remember: pairs of recall, items, digits of a passkey."),
+        int | None, Option("--pairs", "--items", help="Pairs of recall, items, or digits of a passkey.")
     ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Number of ids. Default: the task's, 8,192 for recall.")
-    ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a training sequence.")] = 512,
-    lengths: Annotated[str, typer.Option(help="Further lengths to test at, separated by commas.")] = "",
-    width: Annotated[int | None, typer.Option(help="The model's width.")] = None,
+    vocabulary: Annotated[int | None, Option(help="Number of ids. Default: the task's, 8,192 for recall.")] = None,
+    length: Annotated[int, Option(help="Tokens of a training sequence.")] = 512,
+    lengths: Annotated[str, Option(help="Further lengths to test at, separated by commas.")] = "",
+    width: Annotated[int | None, Option(help="The model's width.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…",
-        ),
+        Option("--set", help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps, those of the curriculum too.")] = 2000,
-    rows: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
+    steps: Annotated[int, Option(help="Training steps, those of the curriculum too.")] = 2000,
+    rows: Annotated[int, Option(help="Sequences per step.")] = 64,
     curriculum: Annotated[
         str,
-        typer.Option(
-            metavar="ITEMS:LENGTH:ROWS:STEPS,...",
-            help="What the first steps are on instead, e.g. 4:16:128:100,8:32:64:100.",
-        ),
+        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps are on: 4:16:128:100,8:32:64:100."),
     ] = "",
-    sequences: Annotated[int, typer.Option(help="Fresh sequences to test on at each length.")] = 64,
-    optimizer: Annotated[str, typer.Option(help="muon, adamw or adafactor.")] = "muon",
-    learning_rate: Annotated[float, typer.Option(help="The base learning rate.")] = 3.2e-3,
-    seed: Annotated[int, typer.Option(help="Draws the first weights and the sequences.")] = 0,
+    sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
+    optimizer: Annotated[str, Option(help="muon, adamw or adafactor.")] = "muon",
+    learning_rate: Annotated[float, Option(help="The base learning rate.")] = 3.2e-3,
+    seed: Annotated[int, Option(help="Draws the first weights and the sequences.")] = 0,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 PRESETS = ("gss2-tiny", "gss-tiny")
 LENGTHS = (512, 4096, 16_384)
@@ -12,13 +13,10 @@ PROMPT = "def "
 
 
 def quickstart_command(
-    config: Annotated[
-        str,
-        typer.Option(help="The recipe of the two runs: a name, or a TOML file. Default: two minutes' training each."),
-    ] = "quickstart",
-    data: Annotated[Path, typer.Option(help="Folder for the corpus.")] = Path("data/stdlib"),
-    runs: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of both runs, `key=value`.")] = None,
+    config: Annotated[str, Option(help="The recipe of both runs: a name, or a TOML file.")] = "quickstart",
+    data: Annotated[Path, Option(help="Folder for the corpus.")] = Path("data/stdlib"),
+    runs: Annotated[Path, Option(help="Folder for the runs.")] = Path("runs"),
+    set_: Annotated[list[str] | None, Option("--set", help="A setting of both runs, `key=value`.")] = None,
 ) -> None:
     """Prepare the Python standard library, train a small GSS2 and a small GSS, evaluate, sample, report.
 

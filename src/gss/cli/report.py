@@ -3,28 +3,22 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gss.cli.options import Device, whole_numbers
 
 
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
-    data: Annotated[
-        Path | None, typer.Option(help="A corpus to score on. Default: each run's own validation data, if still there.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
+    out: Annotated[Path, Option(help="The file to write.")] = Path("report.html"),
+    data: Annotated[Path | None, Option(help="A corpus to score on. Default: each run's own validation data.")] = None,
     max_tokens: Annotated[
-        int, typer.Option(help="Most tokens to score at each length where no scores are stored; 0 scores nothing.")
+        int, Option(help="Most tokens to score per length where no scores are stored; 0: none.")
     ] = 131_072,
-    lengths: Annotated[
-        str | None, typer.Option(help="Lengths to score at, separated by commas. Default: the paper's.")
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Score again, even where scores are stored.")] = False,
+    lengths: Annotated[str | None, Option(help="Lengths, separated by commas. Default: the paper's.")] = None,
+    again: Annotated[bool, Option("--again", help="Score again, even where scores are stored.")] = False,
     device: Device = "auto",
-    prompt: Annotated[
-        str | None, typer.Option(help="The prompt of the samples. Default: show the run's own newest sample.")
-    ] = None,
+    prompt: Annotated[str | None, Option(help="The prompt of the samples. Default: the run's newest sample.")] = None,
 ) -> None:
     """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
     from gss.cli.show import share_bar

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gss.cli.options import Device, whole_numbers
 
@@ -23,39 +24,28 @@ _SCALES = (
 
 
 def reproduce_command(
-    target: Annotated[str, typer.Argument(help=_TARGETS)],
-    out: Annotated[
-        Path, typer.Option(help="Folder for the results; runs that are finished there are not run again.")
-    ] = Path("runs/reproduce"),
+    target: Annotated[str, Argument(help=_TARGETS)],
+    out: Annotated[Path, Option(help="Folder for the results; runs that are finished there are not run again.")] = Path(
+        "runs/reproduce"
+    ),
     data: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A prepared corpus, or a folder of them; repeatable. Without it, at the tiny scale, this Python's "
-            "standard library is prepared as data/stdlib."
-        ),
+        Option(help="A prepared corpus, or a folder of them; repeatable. Default at the tiny scale: data/stdlib."),
     ] = None,
-    corpus: Annotated[
-        list[str] | None, typer.Option(help="Take only the corpus of this name (its folder's); repeatable.")
-    ] = None,
-    scale: Annotated[str, typer.Option(help=_SCALES)] = "tiny",
+    corpus: Annotated[list[str] | None, Option(help="Only the corpus in the folder of this name; repeatable.")] = None,
+    scale: Annotated[str, Option(help=_SCALES)] = "tiny",
     only: Annotated[
-        list[str] | None,
-        typer.Option(help="Take only the system of this name; repeatable. An unknown name lists them."),
+        list[str] | None, Option(help="Only the system of this name; repeatable. An unknown name lists them.")
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Training tokens of every run, instead of the scale's; rounded to whole steps.")
-    ] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    tokens: Annotated[int | None, Option(help="Training tokens of every run. Default: the scale's.")] = None,
+    seeds: Annotated[str, Option(help="Seeds, separated by commas.")] = "0",
     evaluate_tokens: Annotated[
-        int | None, typer.Option(help="Score at most this many held-out tokens at each length. Default: the scale's.")
+        int | None, Option(help="Most tokens to score at each length. Default: the scale's.")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of every run, `key=value`, instead of the recipe's."),
-    ] = None,
-    work: Annotated[Path | None, typer.Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
+    set_: Annotated[list[str] | None, Option("--set", help="A setting of every run, `key=value`.")] = None,
+    work: Annotated[Path | None, Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
     device: Device = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only the table at the end.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Only the table at the end.")] = False,
 ) -> None:
     """Train and score the systems of one of the paper's tables at equal tokens; print it beside the paper's figures.
 

@@ -2,43 +2,38 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from gss.cli.options import Device, Precision, Run, Speculate, State, Step, Weights
 
 
 def serve_command(
     run: Run = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="GSS_API_KEY", show_envvar=True, help="Key that clients must send."),
+        str | None, Option(envvar="GSS_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's id for clients. Default: the folder's name.")] = None,
+    name: Annotated[str | None, Option(help="The model's id for clients. Default: the folder's name.")] = None,
     state: State = None,
     step: Step = None,
     device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads for the model. Default: all cores but one.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
-    queue: Annotated[int, typer.Option(min=0, help="Maximum number of sequences that wait.")] = 256,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads for the model. Default: all cores but one.")] = None,
+    batch: Annotated[int, Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
+    queue: Annotated[int, Option(min=0, help="Maximum number of sequences that wait.")] = 256,
     piece: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens read between two steps. Default: 256; on a GPU 4,096.")
+        int | None, Option(min=1, help="Prompt tokens read per step. Default: 256; on a GPU 4,096.")
     ] = None,
-    cache_mib: Annotated[int, typer.Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
-    max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
-    max_n: Annotated[int, typer.Option(min=1, help="Maximum number of continuations of a prompt.")] = 16,
-    max_body: Annotated[int, typer.Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
-    max_seconds: Annotated[float, typer.Option(help="Longest time that a request may take.")] = 300.0,
-    drain: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
-    ] = 30.0,
+    cache_mib: Annotated[int, Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
+    max_prompt: Annotated[int, Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
+    max_tokens: Annotated[int, Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
+    max_n: Annotated[int, Option(min=1, help="Maximum number of continuations of a prompt.")] = 16,
+    max_body: Annotated[int, Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
+    max_seconds: Annotated[float, Option(help="Longest time that a request may take.")] = 300.0,
+    drain: Annotated[float, Option(min=0, help="Seconds that running requests get when the server stops.")] = 30.0,
 ) -> None:
     """Serve a model: OpenAI-compatible completions, and a playground in the browser."""
     from rich.console import Console

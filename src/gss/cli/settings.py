@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-import typer
+from typer import Argument
 
 
 class Setting(NamedTuple):
@@ -87,10 +87,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 def settings_command(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A setting, or the group of some (`optimizer`, `model.attention`).", autocompletion=complete_name
-        ),
+        str | None, Argument(help="A setting, or a group such as `optimizer`.", autocompletion=complete_name)
     ] = None,
 ) -> None:
     """List the settings that `gss train --set` and recipes take: type, default, and what each is."""

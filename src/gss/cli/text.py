@@ -4,13 +4,13 @@ import inspect
 import json
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from gss.cli.options import Device, Precision, Run, Speculate, State, Step, Weights
 from gss.sampling import OPTIONS, Sampling
@@ -34,7 +34,7 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_DEFAULTS.get(name, option.default),
-            annotation=Annotated[option.type, typer.Option(help=option.metadata["about"])],
+            annotation=Annotated[option.type, Option(help=option.metadata["about"])],
         )
         for name, option in OPTIONS.items()
     ]
@@ -45,27 +45,22 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 @_with_sampling
 def generate_command(
     run: Run = None,
-    prompt: Annotated[
-        str, typer.Option(help="The text to continue; - reads standard input. Empty: a new document.")
-    ] = "",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='A file of prompts, continued side by side: a line each, as text or as {"prompt": …}.'),
-    ] = None,
+    prompt: Annotated[str, Option(help="The text to continue; - reads standard input. Empty: a new document.")] = "",
+    prompts: Annotated[Path | None, Option(help='A file of prompts, one to a line: text, or {"prompt": …}.')] = None,
     state: State = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to produce.")] = 200,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per text, one to a line.")] = False,
-    echo: Annotated[bool, typer.Option(help="Print the prompt before its continuation.")] = True,
+    tokens: Annotated[int, Option(min=1, help="Maximum number of tokens to produce.")] = 200,
+    seed: Annotated[int, Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, Option(help="Stop before this text; repeatable.")] = None,
+    samples: Annotated[int, Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON object per text, one to a line.")] = False,
+    echo: Annotated[bool, Option(help="Print the prompt before its continuation.")] = True,
     step: Step = None,
     device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads on a CPU. Default: one for a small model, else all cores.")
+        int | None, Option(min=1, help="CPU threads. Default: one for a small model, else all cores.")
     ] = None,
     **sampling: Any,
 ) -> None:
@@ -98,28 +93,21 @@ def _print(
     if alone and echo:
         print(prompts[0], end="", flush=True)
     started, first, produced, since = time.perf_counter(), 0.0, 0, 0
-    written: dict[tuple[int, int], list[str]] = defaultdict(list)
-    counts: Counter[tuple[int, int]] = Counter()
-    done: dict[tuple[int, int], str] = {}
+    written: dict[tuple[int, int], list[TextPiece]] = defaultdict(list)
     order = iter((place, sample) for place in range(len(prompts)) for sample in range(samples))
     waiting = next(order, None)
     for piece in texts:
         if not first:
             first, since = time.perf_counter(), -piece.tokens
         produced += piece.tokens
-        key = piece.prompt, piece.sample
-        written[key].append(piece.text)
-        counts[key] += piece.tokens
         if alone:
             print(piece.text, end="" if not piece.finish else "\n", flush=True)
             continue
-        if piece.finish:
-            done[key] = piece.finish
-        while waiting in done:
-            assert waiting is not None
-            text, prompt = "".join(written[waiting]), prompts[waiting[0]]
-            facts = {"prompt": prompt, "text": text, "tokens": counts[waiting], "finish": done[waiting]}
-            facts["seed"] = seed + waiting[1]
+        written[piece.prompt, piece.sample].append(piece)
+        while waiting and (pieces := written[waiting]) and pieces[-1].finish:
+            text, prompt = "".join(each.text for each in pieces), prompts[waiting[0]]
+            facts = {"prompt": prompt, "text": text, "tokens": sum(each.tokens for each in pieces)}
+            facts |= {"finish": pieces[-1].finish, "seed": seed + waiting[1]}
             print(json.dumps(facts, ensure_ascii=False) if as_json else (prompt if echo else "") + text, flush=True)
             waiting = next(order, None)
     now = time.perf_counter()
@@ -128,13 +116,13 @@ def _print(
 
 
 def read_command(
-    book: Annotated[str, typer.Argument(help="A text file; - reads standard input.")],
+    book: Annotated[str, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
-    out: Annotated[Path, typer.Option(help="The file to write, for --state of generate, eval and serve.")] = Path(
+    out: Annotated[Path, Option(help="The file to write, for --state of generate, eval and serve.")] = Path(
         "state.safetensors"
     ),
     state: State = None,
-    int8: Annotated[bool, typer.Option("--int8", help="A quarter of the size, rounded.")] = False,
+    int8: Annotated[bool, Option("--int8", help="A quarter of the size, rounded.")] = False,
     step: Step = None,
     device: Device = "auto",
     precision: Precision = "auto",

@@ -5,51 +5,40 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from gss.cli.settings import complete_name, complete_preset, complete_recipe, complete_setting
 
 
 def train_command(
-    data: Annotated[Path, typer.Option(help="A corpus that `gss prepare` made.")],
-    out: Annotated[
-        Path, typer.Option(help="The run folder. If it holds checkpoints, training continues from the newest.")
-    ],
-    preset: Annotated[
-        str | None, typer.Option(help="The model: see `gss presets`.", autocompletion=complete_preset)
-    ] = None,
+    data: Annotated[Path, Option(help="A corpus that `gss prepare` made.")],
+    out: Annotated[Path, Option(help="The run folder. If it holds checkpoints, training continues from the newest.")],
+    preset: Annotated[str | None, Option(help="The model: see `gss presets`.", autocompletion=complete_preset)] = None,
     start: Annotated[
-        str | None,
-        typer.Option("--from", help="Start from these weights: a run folder, an exported one, or `box`."),
+        str | None, Option("--from", help="Weights to start from: a run, an exported folder, or `box`.")
     ] = None,
-    lora: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Learn this much on top of every dense layer, no more.")
-    ] = None,
-    tune: Annotated[
-        str | None, typer.Option(help="`state`: learn only the state that texts start from, as OUT/state.safetensors.")
-    ] = None,
+    lora: Annotated[int | None, Option(min=1, help="Train only low-rank updates of this rank (LoRA).")] = None,
+    tune: Annotated[str | None, Option(help="`state`: train only the state that texts start from.")] = None,
     config: Annotated[
         str | None,
-        typer.Option(
-            help="A recipe: its name (tiny, small, pg19, …), or a TOML file. Default: one for the model and machine.",
+        Option(
+            help="A recipe (tiny, small, pg19, …) or a TOML file. Default: one for the model and machine.",
             autocompletion=complete_recipe,
         ),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
-            help="A setting, `key=value`: steps=1000, optimizer.learning_rate=1e-3, model.depth=8 (`gss settings`).",
+            help="A setting: steps=1000, optimizer.learning_rate=1e-3, … (`gss settings`).",
             autocompletion=complete_setting,
         ),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A setting that may differ from those of the run that is resumed, for example `steps`.",
-            autocompletion=complete_name,
-        ),
+        Option(help="A setting that may differ from the resumed run's, e.g. `steps`.", autocompletion=complete_name),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress; metrics.jsonl still has it.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Show no progress; metrics.jsonl still has it.")] = False,
 ) -> None:
     """Train a model on a prepared corpus, or continue from the newest good checkpoint of a run.
 

@@ -4,7 +4,7 @@ There is no iterator state: asking for a step gives that step, on any rank, afte
 contiguous rows of the global batch, so that the global batch is the same for every world size.
 
 A document's targets are its stored ids, its end-of-document id included; the input at each position is the id before.
-Before a document's first id stands the end-of-document id, which is also what lies before it in the token file, so
+Before a document's first id comes the end-of-document id, which is also what precedes it in the token file, so
 inputs are targets shifted by one everywhere. B batch, L length.
 """
 
@@ -91,7 +91,7 @@ class Batches:
             targets[row, :count] = stream[begin:end]
             if begin:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
-            elif count:  # before the first document of all stands the id that ends documents, too
+            elif count:  # the very first document follows the end-of-document id, too
                 tokens[row, 1:count] = stream[: end - 1]
             if first < last:  # documents that begin inside the row
                 starts[row, self.dataset.ends[first:last] - begin] = True
@@ -107,7 +107,7 @@ class Batches:
 
 
 class _ShuffledRows(Batches):
-    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled anew each epoch.
+    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled again in each epoch.
 
     The last step of an epoch is filled with rows of padding, so that an epoch holds every target exactly once.
     """
@@ -176,10 +176,10 @@ def _pack(ends: Numbers, length: int) -> list[int]:
 class Lanes(Batches):
     """Each row of the batch, its lane, follows one document after another, its state carried from step to step.
 
-    Documents are dealt to the B lanes once, the longest first to the shortest lane, so that lanes end together and an
-    epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their order
-    in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first column:
-    `starts` marks where a row's state must be fresh.
+    Documents are assigned to the B lanes once, the longest first to the shortest lane, so that lanes end together and
+    an epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their
+    order in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first
+    column: `starts` marks where a row's state must be fresh.
     """
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
@@ -189,8 +189,8 @@ class Lanes(Batches):
                 f"{len(dataset)} documents cannot fill {batch_size} lanes: use a smaller batch, or independent segments"
             )
         self._segments = -(-dataset.lengths // length)
-        self._dealt = _deal(self._segments, batch_size)
-        self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._dealt)
+        self._assigned = _assign(self._segments, batch_size)
+        self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._assigned)
         self._lanes_of = lru_cache(maxsize=1)(self._shuffled_lanes)
 
     @property
@@ -218,27 +218,27 @@ class Lanes(Batches):
         """Each lane's documents in this epoch's order, and its segments up to each one's end."""
         lanes = []
         for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
-            documents = _shuffled(self._dealt[number], derive_key(self.seed, epoch, 1 + lane))
+            documents = _shuffled(self._assigned[number], derive_key(self.seed, epoch, 1 + lane))
             lanes.append((documents, np.cumsum(self._segments[documents])))
         return lanes
 
 
-def _deal(segments: Numbers, lanes: int) -> list[Numbers]:
-    """Documents by lane, dealt from the longest on to the lane that is shortest so far."""
-    dealt: list[list[int]] = [[] for _ in range(lanes)]
+def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
+    """Documents by lane: from the longest on, each goes to the lane that is shortest so far."""
+    assigned: list[list[int]] = [[] for _ in range(lanes)]
     shortest = [(0, lane) for lane in range(lanes)]
     for document in np.argsort(-segments, kind="stable").tolist():
         filled, lane = heapq.heappop(shortest)
-        dealt[lane].append(document)
+        assigned[lane].append(document)
         heapq.heappush(shortest, (filled + int(segments[document]), lane))
-    return [np.asarray(documents, np.int64) for documents in dealt]
+    return [np.asarray(documents, np.int64) for documents in assigned]
 
 
 class Prefetch:
     """One rank's batches as tensors on `device`, from `start_step` up to `stop_step` if given, made ahead by a thread.
 
     It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
-    again at any step. On their way to a GPU batches lie in pinned memory. Use it in a `with` block, or call `close`, so
+    again at any step. Batches on their way to a GPU are in pinned memory. Use it in a `with` block, or call `close`, so
     that the thread ends when the training loop does.
     """
 

@@ -60,7 +60,7 @@ def digest(data: bytes) -> bytes:
 
 
 def chunk_count(size: int) -> int:
-    """How many chunks a document of so many bytes has at most."""
+    """The largest number of chunks that a document of this size can have."""
     return max(1, -(-size // CHUNK))
 
 

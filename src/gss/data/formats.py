@@ -45,7 +45,7 @@ class Span:
 
 @dataclass
 class SourceDocument:
-    """A document as it is read, or those chunks of a long one that lie in a span."""
+    """A document as it is read, or those chunks of a long one that are in a span."""
 
     name: str
     chunks: Iterable[Chunk] = ()
@@ -65,7 +65,7 @@ def needs_formats(path: str) -> ValueError:
 
 
 def is_url(path: str) -> bool:
-    """Whether a source lies in object storage, on the web or on the hub instead of on a disk."""
+    """Whether a source is in object storage, on the web or on the hub instead of on a disk."""
     return "://" in path
 
 
@@ -115,7 +115,7 @@ def unreadable_is_skipped() -> Iterator[None]:
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise Skip(chunks.UNREADABLE) from error
     except (OSError, ValueError) as error:
-        # pyarrow tells of bad contents with a bare OSError, without the number of an error, or an ArrowInvalid.
+        # pyarrow reports bad contents as a bare OSError without an errno, or as an ArrowInvalid.
         if (type(error) is OSError and error.errno is None) or type(error).__name__ == "ArrowInvalid":
             raise Skip(chunks.UNREADABLE) from error
         raise

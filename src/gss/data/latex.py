@@ -37,7 +37,7 @@ def article_text(path: Path) -> str:
     try:
         files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
     except (tarfile.TarError, zipfile.BadZipFile, RuntimeError) as error:
-        # The last is how zipfile tells of encryption, and of a compression that it does not know.
+        # zipfile raises RuntimeError for encryption and for a compression that it does not know.
         raise Skip(chunks.UNREADABLE) from error
     main = _main_file(files)
     latin1 = _LATIN1.search(files[main]) is not None

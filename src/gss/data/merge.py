@@ -75,7 +75,7 @@ def _copy_tokens(
     dtype: np.dtype[Any],
     splits: "list[_SplitWriter]",
 ) -> None:
-    """Write the tokens of each chunk of a part, so many, to the split that it goes to, if it goes to one."""
+    """Write the tokens of a part to the splits that their chunks go to; `counts` has the tokens of each chunk."""
     cuts = np.flatnonzero(np.diff(np.cumsum(counts) // COPY)) + 1
     with open_file(f"{part}/{TOKENS}") as file:
         for sizes, places in zip(np.split(counts, cuts), np.split(goes_to, cuts), strict=True):

@@ -135,7 +135,9 @@ class _PartWriter:
             reason = skip.reason
         self._write_chunk(chunk, split, first, document.last, reason)
         if document.last:
-            self._names.write(_JSON.encode(_printable(document.name)).encode() + b"\n")
+            # A backslash stands before the bytes of a file's name that are not UTF-8.
+            name = os.fsencode(document.name).decode("utf-8", errors="backslashreplace")
+            self._names.write(_JSON.encode(name).encode() + b"\n")
 
     def _write_chunk(self, chunk: Chunk, split: int, first: bool, last: bool, reason: str | None = None) -> None:
         text, words = "", 0
@@ -163,8 +165,3 @@ class _PartWriter:
             raise ValueError(f"the vocabulary made id {ids.max()}, outside its own size {self._tokenizer.vocab_size}")
         self._tokens.write(ids.astype(self._dtype).tobytes())
         self._waiting, self._waiting_bytes = [], 0
-
-
-def _printable(name: str) -> str:
-    """A name as it is, with a backslash before the bytes of a file's name that are not UTF-8."""
-    return name if name.isascii() else os.fsencode(name).decode("utf-8", errors="backslashreplace")

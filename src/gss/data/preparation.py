@@ -79,7 +79,7 @@ def prepare(
         "parts": len(parts),
         "share": list(share),
     }
-    with _workshop(Path(out), spans) as work:
+    with _working_folder(Path(out), spans) as work:
         there = _already_there(Path(out), asked, spans, force)
         if there is not None:
             return there
@@ -108,7 +108,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     if len(given) != machines or given != [[number, machines] for number in range(1, machines + 1)]:
         names = ", ".join(f"{number}/{of}" for number, of in given)
         raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
-    with _workshop(Path(out), []) as work:
+    with _working_folder(Path(out), []) as work:
         there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
         return there or _merge([share for share, _ in found], work, Path(out))
 
@@ -122,7 +122,7 @@ def _read_share(share: str) -> dict[str, Any]:
         if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{share} does not describe a part of a corpus: prepare it anew, with --force") from None
+        raise ValueError(f"{share} does not describe a part of a corpus: prepare it again, with --force") from None
     return asked
 
 
@@ -171,15 +171,15 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
 
 
 @contextmanager
-def _workshop(target: Path, spans: list[Span]) -> Iterator[Path]:
+def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
     """The folder beside the target where the work is done, for this process alone; gone when all went well.
 
-    Refuses to work where a source lies: what is there is cleared away in the end.
+    Refuses a folder that holds a source: everything in it is deleted in the end.
     """
     work = target.with_name(target.name + ".preparing")
     paths = {Path(span.path) for span in spans if not is_url(span.path)}
     parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
-    # A link counts where it lies and where it leads.
+    # A link counts at its own place and at its target.
     places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
     for folder in (target, work):
         resolved = folder.resolve()
@@ -259,8 +259,8 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
                 report(done, total)
         except BrokenProcessPool as error:
             raise ValueError(
-                "a worker process was killed, most likely for want of memory: run the same command again with fewer "
-                "--workers; it continues"
+                "a worker process was killed, most likely because memory ran out: run the same command again with "
+                "fewer --workers; it continues"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -3,7 +3,7 @@
 For each split: `<split>.tokens`, every document's ids followed by the end-of-document id; `<split>.documents`, columns
 of little-endian 64-bit numbers one after another (where each document's tokens end, its bytes, its words, its digest
 in two halves); `<split>.names`, one JSON string per line. `manifest.json` counts and hashes all of it, and itself. It
-holds no times or absolute places, so that the same corpus gives the same bytes. `parts` writes these files; everything
+holds no times or absolute paths, so that the same corpus gives the same bytes. `merge` writes these files; everything
 here but `write_manifest` only reads. Knows nothing of how documents become batches.
 """
 
@@ -82,14 +82,14 @@ def read_sealed(path: str, *forms: str) -> Manifest:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): prepare the corpus anew, with --force") from error
+        raise ValueError(f"{path} is damaged ({error}): prepare the corpus again, with --force") from error
     if found == SHARE_FORMAT and not forms:
         raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
     if found not in (forms or (FORMAT,)) or version != VERSION:
         raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
     if _hash(content) != stated:
         raise ValueError(
-            f"{path} was altered after it was written (its hash differs): prepare the corpus anew, with --force"
+            f"{path} was altered after it was written (its hash differs): prepare the corpus again, with --force"
         )
     return Manifest(content, stated)
 
@@ -104,7 +104,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     if not _is_complete(content):
-        raise ValueError(f"{path} does not describe a corpus: prepare it anew, with --force")
+        raise ValueError(f"{path} does not describe a corpus: prepare it again, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return manifest
@@ -135,12 +135,12 @@ def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool)
     for name, facts in files.items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing: prepare the corpus anew")
+            raise ValueError(f"{path} is missing: prepare the corpus again")
         size = path.stat().st_size
         if size != facts["size"]:
-            raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus anew")
+            raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus again")
         if contents and file_facts(path)["sha256"] != facts["sha256"]:
-            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus anew")
+            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class Dataset:
                     yield str(json.loads(line))
                     count += 1
         except (ValueError, RecursionError):
-            raise ValueError(f"{path} does not hold the documents' names: prepare the corpus anew") from None
+            raise ValueError(f"{path} does not hold the documents' names: prepare the corpus again") from None
         if count != len(self):
-            raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus anew")
+            raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus again")
 
     def document(self, number: int) -> Document:
         """A document by its number."""
@@ -238,7 +238,7 @@ class Dataset:
         if self.folder is not None:
             path = self.folder / f"{self.split}.tokens"
             if path.exists() and path.stat().st_size < self.tokens.nbytes:
-                raise ValueError(f"{path} has become shorter while it was in use: prepare the corpus anew")
+                raise ValueError(f"{path} has become shorter while it was in use: prepare the corpus again")
 
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
@@ -265,7 +265,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     ends = columns["ends"]
     orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
     if not orderly or (index[1:3] < 0).any():
-        raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus anew")
+        raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus again")
     if verify:
         for low in range(0, len(tokens), 1 << 24):
             check_ids(tokens[low : low + (1 << 24)], manifest.tokenizer["vocab_size"], root)
@@ -286,7 +286,7 @@ def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
         raise ValueError(
-            f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: prepare the corpus anew"
+            f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: prepare the corpus again"
         )
 
 
@@ -297,7 +297,7 @@ def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, 
     whole = [np.asarray([*document, eos_id], np.int64) for document in documents]
     tokens = np.concatenate(whole)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(f"ids must lie in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}")
+        raise ValueError(f"ids must be in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}")
     ends = np.cumsum([len(document) for document in whole])
     unknown = np.zeros(len(whole), np.int64)
     return Dataset(tokens, ends, unknown, unknown, vocab_size=vocab_size, eos_id=eos_id, split="train")

@@ -79,7 +79,7 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
     """The file that is named, or every file under the folder that is, each as a span; none where there is neither.
 
     They come in the order of their names, a folder's own files before those further down. Hidden files are left out.
-    The kind of one that is not text to us is empty.
+    A file that is not text has an empty kind.
     """
 
     def whole(path: str, name: str, size: int, stamp: int) -> Span:
@@ -126,7 +126,7 @@ def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> lis
     if rule == "own" and None in splits:
         name = files[splits.index(None)].name
         raise ValueError(
-            f"{name} is in no split: with --splits own every file lies in a folder train, valid or test, or its "
+            f"{name} is in no split: with --splits own every file is in a folder train, valid or test, or its "
             "name begins so; use --splits hash"
         )
     own = rule == "own" or (rule == "auto" and None not in splits)
@@ -160,7 +160,7 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
 
 
 def split_of_name(name: str) -> str | None:
-    """The split that a file's folder or own name tells."""
+    """The split that a file's folder or its own name gives."""
     *folders, own = name.lower().split("/")
     for folder in folders:
         if folder in _SPLIT_NAMES:
@@ -170,7 +170,7 @@ def split_of_name(name: str) -> str | None:
 
 
 def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
-    """How a file is read, by the ending of its name; empty for one that is not text to us."""
+    """How a file is read, by the ending of its name; empty where it is not text."""
     plain = name.lower()
     compressed = plain.endswith(COMPRESSIONS)
     if compressed:

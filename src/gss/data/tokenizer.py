@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
 _BELOW = ("tokenizer", "vocabulary")  # where run folders and exported ones have it
-MAX_VOCABULARY = 1 << 24  # ids; what counts them has a number for each, and no vocabulary has half as many
+MAX_VOCABULARY = 1 << 24  # ids; counting them takes a number per id, and no published vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 # Ends of documents by the names that published vocabularies give them, the most specific first.
@@ -199,8 +199,8 @@ _KINDS: dict[str, type[Tokenizer]] = {
 
 
 def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Tokenizer:
-    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked), be it in
-    a run folder or in an exported one.
+    """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked), also
+    inside a run folder or an exported one.
 
     `eos` names the token that ends a document, where the vocabulary leaves a choice.
     """
@@ -250,7 +250,7 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     if found != stated:
         raise ValueError(
             f"the vocabulary in {folder} is not the one its description names "
-            f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare anew"
+            f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare again"
         )
     _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
     return kind(content, eos, str(folder / (file_name or "")))

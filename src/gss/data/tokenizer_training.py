@@ -117,7 +117,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
-    """Lines of the sources' text, one in so many of all: whenever there are too many, every second one goes.
+    """Every n-th line of the sources' text: whenever there are too many, every second one is dropped.
 
     How much text there will be need not be known, as it is not of compressed sources. Each line is taken once: the
     trainer takes for ever over text with repeated passages. A corpus's own held-out splits are left out; where splits
@@ -161,7 +161,7 @@ def _span_lines(span: Span) -> Iterator[bytes]:
 
 
 def _train_apart(arguments: dict[str, Any], vocab_size: int, work: Path, report: Progress) -> None:
-    """Run the trainer in a process of its own, whose messages tell how far it is."""
+    """Run the trainer in a process of its own, whose messages show its progress."""
     code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.load(sys.stdin))"
     report("training", 0.0)
     command = [sys.executable, "-c", code]

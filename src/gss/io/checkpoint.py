@@ -29,7 +29,7 @@ MANIFEST, TRAINER = "manifest.json", "trainer.json"
 MODEL, OPTIMIZER, LANES = "model", "optimizer", "lanes"
 """Groups of tensors, each a file."""
 _NAME = re.compile(r"step-(\d{8,})")
-_ASIDE = ".aside-"  # folders being written or deleted; whatever has this prefix is no checkpoint
+_ASIDE = ".aside-"  # prefix of folders that are being written or deleted, which are not checkpoints
 _FORMAT = 1
 
 

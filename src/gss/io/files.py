@@ -32,7 +32,7 @@ def write_json(path: str | Path, values: Any) -> None:
 
 @contextmanager
 def written_file(path: str | Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when all went well and is gone when not."""
+    """A path to write to, which becomes `path` if all went well and is deleted if not."""
     target = Path(path)
     aside = _aside(target)
     aside.unlink(missing_ok=True)  # a link of that name, in a folder from elsewhere, would be followed
@@ -45,14 +45,14 @@ def written_file(path: str | Path) -> Iterator[Path]:
 
 
 def require_new(target: Path) -> None:
-    """Refuse a place for a folder where something is; an empty folder may be there."""
+    """Refuse a target that exists, unless it is an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there and is not an empty folder: choose another")
+        raise ValueError(f"{target} exists and is not an empty folder: choose another")
 
 
 @contextmanager
 def written_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when all went well and is gone when not."""
+    """A folder to fill, which gets its name if all went well and is deleted if not."""
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(target)
@@ -84,9 +84,9 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """The contents of a file, which must be one, and not so large that reading it could be an attack."""
+    """The contents of a regular file; refused where it is so large that reading it could be an attack."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > _LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, and a file of its kind at most {_LARGEST:,}")
     return path.read_bytes()
@@ -123,7 +123,7 @@ def finite(value: Any) -> Any:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link (never what it leads to) or a folder with all that is in it; nothing may be there."""
+    """Delete a file, a link (never what it leads to) or a folder with everything in it, if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

@@ -29,7 +29,7 @@ from gss.nn.lora import merged
 from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
-# Of one sequence: a state many times as large as the weights is no model's.
+# Of one sequence: no model has a state many times as large as its weights.
 _STATE_BYTES = 1 << 28
 # Characters; rows of metrics are never near it.
 _LONGEST_ROW = 1 << 20

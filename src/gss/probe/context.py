@@ -79,7 +79,7 @@ class ContextProbe:
     """The smallest context from which on `replaced` lacks at most 5% of its whole gain, from the shortest context to
     the longest; None where that gain is under two of its standard errors."""
     effective_interval: tuple[int, int]
-    """Where 95% of effective contexts lie when documents are drawn again."""
+    """The interval of 95% of effective contexts when documents are resampled."""
     effective_error: float
     """Their standard deviation, in doublings."""
 

@@ -1,7 +1,7 @@
 """Generated tasks that only memory solves, as pure functions of a seed.
 
-Each gives tokens [rows, length] and a mask of the same shape: which tokens count as targets, each to be told from those
-before it. Sizes: `vocabulary` ids in all, and `items` to remember. Knows nothing of models.
+Each gives tokens [rows, length] and a mask of the same shape: which tokens count as targets, to be predicted from those
+before them. Sizes: `vocabulary` ids in all, and `items` to remember. Knows nothing of models.
 
     induction           … ! a … ! a                 what followed the mark the last time
     selective-copying   … a … b … ! a b             the items among the noise, in order
@@ -97,7 +97,9 @@ def _distinct(rng: np.random.Generator, rows: int, among: int, count: int) -> np
 
 def _require(length: int, least: int, vocabulary: int, ids: int) -> None:
     if length < least:
-        raise ValueError(f"so many items need a length of at least {least}, not {length}: ask for fewer or for longer")
+        raise ValueError(
+            f"this many items need a length of at least {least}, not {length}: ask for fewer items or longer sequences"
+        )
     if vocabulary < ids:
         raise ValueError(f"this task needs a vocabulary of at least {ids}, not {vocabulary}")
 

@@ -35,7 +35,7 @@ def write_report(
     data            a corpus to score the runs on where no scores are kept; None: each run's own, if still there
     max_tokens      most held-out tokens to score a run on at each length; 0: score nothing
     lengths         lengths to score at; None: the paper's, as far as documents reach
-    again           score anew, whatever scores are kept
+    again           score again, whatever scores are kept
     device          where runs are scored
     prompt          of the samples; None: the run's own newest sample if it has one, else a new document
     show            called with what is being done and the share of it that is done
@@ -93,7 +93,9 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> list[str]:
             intro += " The paper's rows are token perplexities on its own corpora and vocabularies."
         parts += [paragraph("intro", intro), table.html()]
     if not same_tokens(scored):
-        other = "These runs were not scored on the same tokens, so their figures do not compare: --again scores anew."
+        other = (
+            "These runs were not scored on the same tokens, so their figures do not compare: --again scores them again."
+        )
         parts.append(paragraph("note", other))
     missing = [f"{run.name}: {score.missing}" for run, score in zip(runs, scored, strict=True) if score.missing]
     context = context_picture(runs)

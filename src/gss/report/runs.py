@@ -1,7 +1,7 @@
 """What a run folder says of itself, read once: settings, numbers by step, machine, data, samples, weights.
 
 Parts that are not there (a run that was imported has no numbers by step, one that has just started no checkpoint) are
-None or empty; only a folder that is no run at all is refused.
+None or empty; only a folder that is not a run at all is refused.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """Read a run folder; ValueError for anything that is none."""
+    """Read a run folder; ValueError where it is not one."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a run folder: there is no such folder (`gss train --out` makes one)")

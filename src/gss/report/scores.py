@@ -1,6 +1,6 @@
 """Held-out scores of a run: kept ones where there are, else computed within a budget, else why there are none.
 
-Kept scores lie in RUN/evaluations/, a file a split, step and corpus, in the form that `gss eval --json` prints. A
+Stored scores are in RUN/evaluations/, one file per split, step and corpus, in the form that `gss eval --json` prints. A
 report keeps there what it computes, so that the next one is quick.
 """
 
@@ -131,7 +131,7 @@ def _row(values: dict[str, Any]) -> LengthResult:
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON has null for are NaN again; a length of null is none, but whole documents."""
+    """Numbers that are null in JSON become NaN again; a length of null stays None, for whole documents."""
     return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
 
 

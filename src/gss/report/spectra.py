@@ -32,7 +32,7 @@ class StateSpaceRecord:
     time_constants: Array
     """−1/Re λ, the tokens after which a mode has faded to 1/e: [N], or H·N where each channel has its own Δ."""
     taps: Array
-    """What each channel still adds so many tokens later, [H, L]."""
+    """What each channel still adds after each number of tokens, [H, L]."""
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:

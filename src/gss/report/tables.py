@@ -1,4 +1,4 @@
-"""What tells runs apart, in words and tables: the figures of a run, scores by length, settings that differ."""
+"""How runs compare, in words and tables: the figures of a run, scores by length, settings that differ."""
 
 import math
 from collections.abc import Sequence
@@ -79,7 +79,10 @@ def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table |
 
 def difference_table(runs: Sequence[RunRecord]) -> Table | None:
     """Settings that are not the same in all runs; None for one run, or where all are the same."""
-    flats = [_settings(run) for run in runs]
+    flats = []
+    for run in runs:
+        data = {f"data.{name}": str(run.data[name])[:12] for name in ("hash", "tokenizer") if run.data.get(name)}
+        flats.append({**flattened(run.config), **data})
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     rows: list[Sequence[str]] = [
         [name, *(_value(flat[name]) if name in flat else "–" for flat in flats)]
@@ -87,11 +90,6 @@ def difference_table(runs: Sequence[RunRecord]) -> Table | None:
         if any((name in flat, flat.get(name)) != (name in flats[0], flats[0].get(name)) for flat in flats)
     ]
     return Table(["setting", *(run.name for run in runs)], rows, words=True) if rows else None
-
-
-def _settings(run: RunRecord) -> dict[str, Any]:
-    data = {f"data.{name}": str(run.data[name])[:12] for name in ("hash", "tokenizer") if run.data.get(name)}
-    return {**flattened(run.config), **data}
 
 
 def size(count: float) -> str:

@@ -77,7 +77,7 @@ def run_variable(index: int) -> str:
 
 
 def layer_colours(count: int) -> list[str]:
-    """A colour a layer, from cool to warm."""
+    """One colour per layer, from cool to warm."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     ramp = LinearSegmentedColormap.from_list("layers", _RAMP)

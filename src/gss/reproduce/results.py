@@ -60,7 +60,7 @@ class ResultStore:
             what = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items())
             raise ValueError(
                 f"{path} is the result of a run with other settings or data: {what}. "
-                "Move it away to run anew, or give another --out"
+                "Move it away to run it again, or give another --out"
             )
         return kept
 

@@ -124,14 +124,18 @@ TARGETS: dict[str, Target] = {
     "lengths": _target("lengths", "Perplexity beyond the training length", "gss gss-hybrid"),
 }
 
-_RECIPES = {"PG-19": "pg19", "ArXiv": "arxiv", "Github": "github", "LM1B": "lm1b"}
-_NAMES = {"PG-19": ("books", "pg19"), "ArXiv": ("math", "arxiv"), "Github": ("code", "github", "stdlib")}
+_CORPORA: dict[str, tuple[str, ...]] = {
+    "PG-19": ("pg19", "books"),
+    "ArXiv": ("arxiv", "math"),
+    "Github": ("github", "code", "stdlib"),
+    "LM1B": ("lm1b",),
+}
+"""By the paper's name: how names of corpora that stand for it begin, the first of which is its recipe's."""
 
 
 def paper_corpus(name: str) -> str | None:
     """The paper's corpus that a corpus of this name stands for, if there is one."""
-    known = {**_NAMES, "LM1B": ("lm1b",)}
-    return next((paper for paper, starts in known.items() if name.lower().startswith(starts)), None)
+    return next((paper for paper, starts in _CORPORA.items() if name.lower().startswith(starts)), None)
 
 
 def preset_name(system: System, scale: Scale, corpus: str | None) -> str:
@@ -145,7 +149,7 @@ def recipe_name(system: System, scale: Scale, corpus: str | None) -> str:
     """The recipe that a system's settings start from. `corpus` as above."""
     if scale.recipe is not None:
         return scale.recipe
-    return "block-recurrent" if system.block_recurrent else _RECIPES.get(corpus or "", "pg19")
+    return "block-recurrent" if system.block_recurrent else _CORPORA.get(corpus or "", ("pg19",))[0]
 
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:

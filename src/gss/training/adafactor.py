@@ -1,7 +1,7 @@
 """Adafactor (Shazeer & Stern 2018): a matrix's second moments as a row and a column, steps relative to its size.
 
 Written here because torch's own caps the rate at 1/√step, has no momentum (which the Block-Recurrent Transformers
-were trained with) and waits for the GPU twice a parameter. Knows parameters and their gradients; rates are set from
+were trained with) and waits for the GPU twice per parameter. Knows parameters and their gradients; rates are set from
 outside before every step. State is tensors only, and the same whatever number of processes hold copies of the model.
 """
 

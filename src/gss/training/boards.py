@@ -43,7 +43,7 @@ def _tensorboard(config: TrainConfig, folder: Path) -> Board:
 
 
 def _wandb(config: TrainConfig, folder: Path) -> Board:
-    """A run there for each run folder, which a resumed run continues. Who and where is wandb's own to know."""
+    """A run there for each run folder, which a resumed run continues. Account and server are wandb's own settings."""
     import wandb
 
     run = wandb.init(

@@ -38,8 +38,8 @@ class OptimizerConfig:
     """Rate of state-space parameters: constant, without warm-up."""
     embedding_factor: float = limited(1.0, gt=0)
     """How many times the base rate the embedding has, which is the head too; its decay is divided by it. It starts as
-    N(0, 1), and Adam moves every entry by about the rate a step, so that in a run of few steps it hardly learns: there
-    √width is far better (docs/training.md)."""
+    N(0, 1), and Adam moves every entry by about the rate per step, so that in a run of few steps it hardly learns:
+    there √width is far better (docs/training.md)."""
     weight_decay: float = limited(0.1, ge=0)
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -88,7 +88,7 @@ class ReportConfig:
     sample_prompt: str = ""
     """The prompt of samples. Empty: the start of a document."""
     sample_tokens: int = limited(200, ge=1)
-    """Tokens a sample."""
+    """Tokens per sample."""
     tensorboard: bool = False
     """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
     wandb: bool = False
@@ -141,7 +141,7 @@ class TrainConfig:
     length: int = limited(4096, ge=1)
     """L, tokens per row."""
     batch_tokens: int = limited(1 << 19, ge=1)
-    """Tokens a step over all processes: rows × length."""
+    """Tokens per step over all processes: rows × length."""
     micro_batch_tokens: int | None = limited(None, ge=1)
     """Tokens that one process runs at a time; gradients of several such batches are accumulated. None: all its rows."""
     piece_tokens: int | None = limited(None, ge=1)

@@ -1,4 +1,4 @@
-"""One process or many: who this process is, how the model is spread, and the few words processes exchange.
+"""One process or many: who this process is, how the model is spread, and what processes tell each other.
 
 torch's own engine: torchrun starts the processes, DDP or FSDP2 spreads the model, gloo and NCCL carry tensors. Alone,
 everything here is the identity. Knows nothing of data, losses or files.
@@ -45,8 +45,12 @@ class World:
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
-        return self._agree(int(flag), dist.ReduceOp.MAX) > 0 if self.size > 1 else flag
+        """Whether the flag is set in any process."""
+        if self.size == 1:
+            return flag
+        word = torch.tensor(int(flag))  # on the CPU: gloo carries it, and no GPU work is waited for
+        dist.all_reduce(word, dist.ReduceOp.MAX)
+        return bool(word)
 
     def from_leader(self, number: int) -> int:
         """The leader's number, everywhere."""
@@ -77,11 +81,6 @@ class World:
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.leads else None
         dist.gather(tensor.contiguous(), parts)
         return torch.cat(parts[::sharing]).cpu() if parts else None
-
-    def _agree(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
-        word = torch.tensor(number)  # on the CPU: gloo carries it, and no GPU work is waited for
-        dist.all_reduce(word, operation)
-        return int(word)
 
 
 @contextlib.contextmanager

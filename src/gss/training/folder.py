@@ -18,7 +18,7 @@ from gss.config import to_mapping
 from gss.data import Dataset
 from gss.data.shards import MANIFEST
 from gss.io import checkpoint
-from gss.io.files import lock, write_file, write_json
+from gss.io.files import lock, read_json, write_file, write_json
 from gss.io.runs import read_metrics
 from gss.training.config import TrainConfig
 
@@ -41,7 +41,7 @@ class RunFolder:
             raise ValueError(f"{self.path} is a file: give a folder for the run")
         ours = ("lock", "config.json")
         if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path / name).exists() for name in ours):
-            raise ValueError(f"{self.path} is not empty and is no run's folder: give another --out")
+            raise ValueError(f"{self.path} is not empty and is not a run folder: give another --out")
         for written in (self.path / "lock", self.metrics):
             # In a folder from elsewhere, a link could have us write anywhere.
             if written.is_symlink() or (written.exists() and not written.is_file()):
@@ -70,7 +70,11 @@ class RunFolder:
         if dataset.manifest is not None:
             dataset.tokenizer().save(self.path / "tokenizer")
         path = self.path / "environment.json"
-        write_json(path, [*_starts(path), _environment(world_size, device)])
+        try:
+            starts = read_json(path, list)
+        except (OSError, ValueError):  # a record that cannot be read is started over
+            starts = []
+        write_json(path, [*starts, _environment(world_size, device)])
 
     def cut_metrics(self, step: int) -> None:
         """Drop rows after a step: those of work that was lost with the process, which will be done again."""
@@ -90,15 +94,6 @@ class RunFolder:
         write_file(folder / f"step-{step:08d}.txt", text + "\n")
 
 
-def _starts(path: Path) -> list[Any]:
-    """The starts that are on record; a record that is no longer one is begun anew."""
-    try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return starts if isinstance(starts, list) else []
-
-
 def data_facts(dataset: Dataset) -> dict[str, Any]:
     """What names the data of a run."""
     manifest = dataset.manifest
@@ -114,7 +109,7 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
-    """What tells, without reading them, that files of the data were touched, replaced or removed."""
+    """Shows, without reading them, whether files of the data were touched, replaced or removed."""
     if dataset.folder is None or dataset.manifest is None:
         return []
     names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]

@@ -1,7 +1,7 @@
 """The training loop: from a config, prepared data and a run folder to checkpoints, resumed by itself.
 
 Everything that happens between two steps is decided here: logging, evaluation, samples, saving, stopping. What a
-step is, how a checkpoint looks and where files lie is known elsewhere.
+step is, what a checkpoint looks like and where files are is known elsewhere.
 """
 
 import math
@@ -209,7 +209,7 @@ class _Run:
             self.progress.note(f"warning: {what}; using the one before it")
         if path is None and damaged:
             raise ValueError(
-                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start anew"
+                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start over"
             )
         return -1 if path is None else checkpoint.step_of(path)
 
@@ -224,7 +224,7 @@ class _Run:
         self.progress.note(
             f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
             f"{f', of which {learned:,} are learned,' if config.start else ''} on {world.size} × {world.device.type}; "
-            f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps an "
+            f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps per "
             f"epoch; run folder {self.folder.path}"
         )
         if config.report.evaluate_every and self.validation is None:

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024): a matrix's momentum, made orthogonal, is its step; everything else has AdamW.
 
 A linear layer's weight is a map: what counts is by how much it turns each direction, and the orthogonal factor of
-the momentum turns all of them alike. Embeddings, norms, biases and state-space parameters are no such maps and keep
+the momentum turns all of them alike. Embeddings, norms, biases and state-space parameters are not such maps and keep
 AdamW, inside the same optimizer, so that schedules and checkpoints see one. Stacked weights (query, key and value in
 one) are orthogonalised block by block, since each block is a map of its own. Rates are set from outside before every
 step. State is tensors only; processes that hold shards gather each whole matrix and all compute the same.

@@ -3,7 +3,7 @@
 Five groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
 push time constants towards one token. Norm scales and biases follow the schedule without decay. The layers' matrices
 follow it with decay, at a rate of their own if asked, and are what Muon orthogonalises; so do tables, which have more
-than one dimension and are no matrices to multiply with. So does the embedding, which is the head too (the recipe that
+than one dimension but are not multiplied with. So does the embedding, which is the head too (the recipe that
 the paper's hyper-parameters come from, Flax's lm1b example, decays it), at its own multiple of the rate.
 Knows nothing of data, loops or processes.
 """
@@ -73,31 +73,28 @@ def _rate(group: str, config: OptimizerConfig, scheduled: float) -> float:
     return scheduled * config.embedding_factor if group == EMBEDDING else scheduled
 
 
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(model, config), betas=config.betas, eps=config.epsilon, fused=True)
+Groups = list[dict[str, Any]]
 
 
-def _adafactor(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return Adafactor(parameter_groups(model, config), momentum=config.betas[0])
-
-
-def _muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in parameter_groups(model, config)]
+def _muon(model: nn.Module, groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in groups]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     blocks: dict[Tensor, int] = {module.weight: getattr(module, "blocks", 1) for module in linear}
     return Muon(groups, betas=config.betas, epsilon=config.epsilon, blocks=blocks)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adafactor": _adafactor,
+OPTIMIZERS: dict[str, Callable[[nn.Module, Groups, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": lambda model, groups, config: torch.optim.AdamW(
+        groups, betas=config.betas, eps=config.epsilon, fused=True
+    ),
+    "adafactor": lambda model, groups, config: Adafactor(groups, momentum=config.betas[0]),
     "muon": _muon,
 }
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the model's parameters in their groups."""
-    return OPTIMIZERS[config.name](model, config)
+    return OPTIMIZERS[config.name](model, parameter_groups(model, config), config)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:

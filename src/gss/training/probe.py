@@ -24,7 +24,7 @@ def open_validation(training: Dataset) -> Dataset | None:
 def validation_losses(
     model: LanguageModel, validation: Dataset, config: TrainConfig, precision: str
 ) -> dict[int, float]:
-    """Nats a token at each of the config's lengths; a length that no document reaches is cut to the longest."""
+    """Nats per token at each of the config's lengths; a length that no document reaches is cut to the longest."""
     report = config.report
     longest = longest_document(validation, report.evaluate_tokens)
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})

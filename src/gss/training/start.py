@@ -111,7 +111,7 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
 
 
 def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
-    """Refuse names that are no settings."""
+    """Refuse names of settings that do not exist."""
     known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
     for name in allow:
         if name not in known:

@@ -2,12 +2,10 @@
 
 The loss is the mean over all counted targets of the global batch: every micro-batch's sum is divided by that one
 number, so that accumulation, pieces and processes only change the order of additions. In lanes the state of every row
-is carried from step to step, cut off from the graph, and begins anew where a document does.
+is carried from step to step, detached from the graph, and starts fresh where a document does.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +121,8 @@ class Stepper:
                     state,
                     state is not None,
                     scale,
-                    partial(self._synced, last),
+                    # Gradients are exchanged after the last piece of the last rows alone.
+                    lambda end, last=last: gradients_synced(self._module, self.model, last and end),  # type: ignore[misc]
                 )
             losses.append(loss)
             if kept is not None:
@@ -131,9 +130,6 @@ class Stepper:
         if after:
             self.lanes = after[0] if len(after) == 1 else ModelState.join(after)
         return losses
-
-    def _synced(self, last_rows: bool, last_piece: bool) -> AbstractContextManager[None]:
-        return gradients_synced(self._module, self.model, last_rows and last_piece)
 
     def _carried(self, batch: Batch[Tensor], rows: slice) -> ModelState | None:
         """The state before these rows of a batch: none, or that of the lanes, fresh where a document begins."""
