@@ -117,7 +117,7 @@ class KeyedStateSpace(StateSpace):
         for parameter, draw in ((self.log_decay, initial_decay), (self.log_frequency, initial_frequency)):
             if not parameter.is_meta:
                 parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
-        self.skip = nn.Parameter(torch.ones(self.heads))  # D
+        self.skip = nn.Parameter(torch.full((self.heads,), float(config.matrix_state.skip)))  # D
 
     def rate(self) -> Tensor:
         """λ, real and imaginary part, [2, h, N] float64."""
