@@ -93,7 +93,7 @@ class Study:
 
 STUDIES = {
     "recall": Study("gss2-tiny", RECALL, "recall", 512, 8, 800, RECALL_STAGES, RATES),
-    "recall-gss": Study("gss-tiny", {}, "recall", 512, 8, 800, RECALL_STAGES, {}),
+    "recall-gss": Study("gss-tiny", {}, "recall", 512, 8, 800, RECALL_STAGES, RATES),
     "passkey": Study(
         "gss2-tiny", PASSKEY, "passkey", 4096, 8, 450, PASSKEY_STAGES, RATES, (1024, 16_384, 65_536)
     ),
