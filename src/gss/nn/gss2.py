@@ -129,6 +129,13 @@ class KeyedStateSpace(StateSpace):
         return (-1 / self.rate()[0]).flatten()
 
     @torch.no_grad()
+    def stretch(self, factor: float) -> None:
+        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
+        self.log_decay -= math.log(factor)
+        self.log_frequency -= math.log(factor)
+        self.skip /= math.sqrt(factor)
+
+    @torch.no_grad()
     def responses(self, length: int) -> Tensor:
         """Each mode's, [h·N, L], where query and key are the same unit vector."""
         rate = self.rate().flatten(1).unsqueeze(-1)  # [2, h·N, 1]
