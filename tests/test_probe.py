@@ -255,6 +255,24 @@ def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shapes) == 4
 
 
+def test_stretched_modes_hold_longer() -> None:
+    config = small_config("gss2", attention={"sliding": None}, width=32, **{"matrix_state.skip": 0.5})
+    space = gss.build_model(config, 0).layers[0].state_space
+    before, rate = space.time_constants(), space.rate()
+    space.stretch(4.0)
+    assert torch.allclose(space.time_constants(), 4 * before)
+    assert torch.allclose(space.rate(), rate / 4)
+    assert space.skip.tolist() == [0.25] * 2
+    task, options = make_task("induction", vocabulary=4), {"length": 8, "steps": 2, "rows": 2, "sequences": 8}
+    plain, stretched = (train_on_task(config, task, stretch=stretch, **options) for stretch in (1.0, 1e3))
+    assert stretched.loss == plain.loss  # training is the same
+    assert (plain.stretch, stretched.stretch) == (1.0, 1e3)
+    with pytest.raises(ValueError, match="time constants of GSS2 layers"):
+        train_on_task(small_config("gss"), task, stretch=2.0, **options)
+    with pytest.raises(ValueError, match="by a positive number, not 0"):
+        train_on_task(config, task, stretch=0.0, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_on_a_gpu() -> None:
@@ -325,7 +343,7 @@ def test_commands_and_report(tmp_path: Path) -> None:
     assert facts["items"] == 4
     assert facts["model"]["width"] == 8
     assert [row["length"] for row in facts["accuracy"]] == [16, 32]
-    more = ("--curriculum", "2:12:3:1", "--set", "optimizer.weight_decay=0.5", "--json")
+    more = ("--curriculum", "2:12:3:1", "--set", "optimizer.weight_decay=0.5", "--stretch", 1, "--json")
     facts = json.loads(call(*task, "--task", "passkey", "--length", 20, *more))
     assert facts["curriculum"] == [[2, 12, 3, 1]]
     with pytest.raises(ValueError, match="no field 'weight_dekay'"):

@@ -105,9 +105,14 @@ class MatrixStateConfig:
     """D, values of a head."""
     taps: int = limited(4, ge=1)
     """Tokens that the short convolution before the state space sees: the token itself and those just before it."""
+    skip: float = 1.0
+    """D at the start: how much of each value goes into its own output. A mode that fades over T tokens writes with
+    √(2/T), so that beside a skip of 1 what was written long ago is hardly heard; 0 suits very slow modes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not math.isfinite(self.skip):
+            raise ValueError(f"skip must be a finite number, not {self.skip!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,3 +109,11 @@ def test_a_seed_draws_the_same_model_and_nothing_else() -> None:
         assert torch.equal(parameter, other.get_parameter(name))
         assert torch.equal(parameter, plain.get_parameter(name))
     assert not torch.equal(one.embedding.weight, another.embedding.weight)
+
+
+def test_the_skip_of_a_matrix_state() -> None:
+    for changes, expected in (({}, 1.0), ({"matrix_state.skip": 0.0}, 0.0)):
+        layer = gss.build_model(small_config("gss2", **changes)).layers[0]
+        assert layer.state_space.skip.tolist() == [expected] * 2
+    with pytest.raises(ValueError, match="skip must be a finite number"):
+        small_config("gss2", **{"matrix_state.skip": math.inf})

@@ -128,6 +128,7 @@ def tasks(
         Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps are on: 4:16:128:100,8:32:64:100."),
     ] = "",
     sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
+    stretch: Annotated[float, Option(help="After training, multiply the time constants of GSS2 layers by this.")] = 1.0,
     optimizer: Annotated[str, Option(help="muon, adamw or adafactor.")] = "muon",
     learning_rate: Annotated[float, Option(help="The base learning rate.")] = 3.2e-3,
     seed: Annotated[int, Option(help="Draws the first weights and the sequences.")] = 0,
@@ -151,7 +152,7 @@ def tasks(
     with share_bar("training") as show:
         result = train_on_task(
             config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
-            rows=rows, curriculum=_stages(curriculum), sequences=sequences, seed=seed,
+            rows=rows, curriculum=_stages(curriculum), sequences=sequences, stretch=stretch, seed=seed,
             optimizer=override(task_optimizer(config, steps, optimizer, learning_rate), rates),
             device=pick_device(device), precision=precision,
             report=lambda done, total: show("training", done / total),

@@ -122,7 +122,7 @@ class KeyedStateSpace(StateSpace):
         for parameter, draw in ((self.log_decay, initial_decay), (self.log_frequency, initial_frequency)):
             if not parameter.is_meta:
                 parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
-        self.skip = nn.Parameter(torch.ones(self.heads))  # D
+        self.skip = nn.Parameter(torch.full((self.heads,), float(config.matrix_state.skip)))  # D
 
     def rate(self) -> Tensor:
         """λ, real and imaginary part, [2, h, N] float64."""
@@ -132,6 +132,13 @@ class KeyedStateSpace(StateSpace):
     @torch.no_grad()
     def time_constants(self) -> Tensor:
         return (-1 / self.rate()[0]).flatten()
+
+    @torch.no_grad()
+    def stretch(self, factor: float) -> None:
+        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
+        self.log_decay -= math.log(factor)
+        self.log_frequency -= math.log(factor)
+        self.skip /= math.sqrt(factor)
 
     @torch.no_grad()
     def responses(self, length: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from gss.config import ModelConfig, override
 from gss.data import Batch, as_tensors
 from gss.model import LanguageModel, build_model
+from gss.nn.gss2 import GSS2Layer, KeyedStateSpace
 from gss.precision import resolved, running
 from gss.probe.tasks import Task
 from gss.scoring import PIECE, score_sequences
@@ -57,6 +58,7 @@ class TaskResult:
     steps: int
     rows: int
     curriculum: tuple[Stage, ...]
+    stretch: float
     seed: int
     optimizer: str
     learning_rate: float
@@ -84,6 +86,7 @@ def train_on_task(
     curriculum: Sequence[Stage] = (),
     lengths: Sequence[int] = (),
     sequences: int = 64,
+    stretch: float = 1.0,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -96,6 +99,7 @@ def train_on_task(
     rows            sequences per step
     curriculum      what the first steps are on instead
     lengths         further lengths to test at, with `sequences` fresh sequences each
+    stretch         after training, every time constant of the GSS2 layers is multiplied by this
     optimizer       None: Muon, see `task_optimizer`
     report          called with the steps taken and in all
     """
@@ -112,6 +116,7 @@ def train_on_task(
     )
     run = override(run, {"precision": precision})
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
+    spaces = _to_stretch(stepper.model, stretch)
     started, losses = time.perf_counter(), []
     stepper.model.train()
     for step, stage in enumerate(itertools.chain(*([stage] * stage.steps for stage in stages))):
@@ -121,6 +126,8 @@ def train_on_task(
         report(step + 1, steps)
     last = torch.stack(losses[-max(1, steps // 10) :]).mean().item()
     seconds = time.perf_counter() - started
+    for space in spaces:
+        space.stretch(stretch)
     stepper.model.eval()
     tested = [
         task_accuracy(stepper.model, task, wanted, sequences=sequences, seed=seed, precision=precision)
@@ -128,7 +135,7 @@ def train_on_task(
     ]
     parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     return TaskResult(
-        task.name, task.items, task.vocabulary, length, steps, rows, tuple(curriculum), seed, optimizer.name,
+        task.name, task.items, task.vocabulary, length, steps, rows, tuple(curriculum), stretch, seed, optimizer.name,
         optimizer.learning_rate, parameters, last, seconds, tuple(tested),
     )  # fmt: skip
 
@@ -141,6 +148,14 @@ def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
     if any(min(stage) < 1 for stage in curriculum):
         raise ValueError("a stage of the curriculum has at least 1 item, token, row and step")
     return [*curriculum, last._replace(steps=left)]
+
+
+def _to_stretch(model: LanguageModel, factor: float) -> list[KeyedStateSpace]:
+    """The state spaces whose time constants a factor multiplies; 1 is for any model."""
+    spaces = [layer.state_space for layer in model.layers if isinstance(layer, GSS2Layer)]
+    if not (factor == 1 or (spaces and 0 < factor < math.inf)):
+        raise ValueError(f"the time constants of GSS2 layers can be multiplied by a positive number, not {factor!r}")
+    return spaces
 
 
 def task_accuracy(
