@@ -136,9 +136,9 @@ class KeyedStateSpace(StateSpace):
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
         """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
-        self.log_decay -= math.log(factor)
-        self.log_frequency -= math.log(factor)
-        self.skip /= math.sqrt(factor)
+        self.log_decay.sub_(math.log(factor))
+        self.log_frequency.sub_(math.log(factor))
+        self.skip.div_(math.sqrt(factor))
 
     @torch.no_grad()
     def responses(self, length: int) -> Tensor:
