@@ -16,7 +16,7 @@ from tests.conftest import posix
 
 
 def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
-    settings = {"model__attention__chunk": 16, "optimizer__name": "adamw"} | settings
+    settings = {"model__attention__chunk": 16, "optimizer__name": "adamw", "eos_first": "false"} | settings
     sets = [f"--set={setting}" for setting in assignments(**settings)]
     return ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", out, *sets]
 

@@ -32,7 +32,17 @@ def test_two_processes_train_on_long_rows_as_one(tmp_path: Path) -> None:
     straight = run(resolve("gss-tiny", None, SETTINGS, 257), corpus, tmp_path / "straight")
 
     sets = [f"--set={name}={value}" for name, value in {**SETTINGS, "parallel.context": 2}.items()]
-    arguments = ["train", "--preset", "gss-tiny", "--data", corpus, "--out", tmp_path / "run", *sets]
+    arguments = [
+        "train",
+        "--preset",
+        "gss-tiny",
+        "--data",
+        corpus,
+        "--out",
+        tmp_path / "run",
+        "--set=eos_first=false",
+        *sets,
+    ]
     process = command(*arguments, processes=2)
     while not (tmp_path / "run" / "checkpoints" / "step-00000004").exists() and process.poll() is None:
         time.sleep(0.01)
