@@ -10,6 +10,7 @@ those of the whole first; nothing is reported where they differ.
 import argparse
 import json
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ CASES = "gss:1048576,gss:4194304,gss-hybrid:1048576,gss2:1048576"
 TOLERANCE = 2e-2  # of a gradient's norm in bf16; the loss agrees far better
 
 
-def stepper(name: str, length: int, piece: int | None, changes: list[str]) -> Stepper:
+def stepper(name: str, length: int, piece: int | None, changes: tuple[str, ...]) -> Stepper:
     """A freshly drawn model, the same for every length, and its training step."""
     torch.manual_seed(0)
     settings = [f"length={length}", f"batch_tokens={length}", "steps=10", *changes]
@@ -44,7 +45,8 @@ def batch(step: Stepper) -> Batch[torch.Tensor]:
     return Batch(tokens[:, :-1], tokens[:, 1:], torch.ones_like(starts), starts, 0, 0)
 
 
-def check(name: str, piece: int, changes: list[str]) -> dict[str, float]:
+@cache
+def check(name: str, piece: int, changes: tuple[str, ...]) -> dict[str, float]:
     """Two pieces against the whole: the relative differences of the loss and of the gradient's norm."""
     found = []
     for pieces in (None, piece):
@@ -55,7 +57,7 @@ def check(name: str, piece: int, changes: list[str]) -> dict[str, float]:
     return {what: abs(a - b) / abs(a) for what, a, b in zip(("loss", "gradient"), whole, cut, strict=True)}
 
 
-def measure(name: str, length: int, piece: int, changes: list[str], repeats: int = 2) -> dict[str, Any]:
+def measure(name: str, length: int, piece: int, changes: tuple[str, ...], repeats: int = 1) -> dict[str, Any]:
     """Seconds of the quickest step, and the most memory that one took."""
     step = stepper(name, length, min(piece, length), changes)
     rows = batch(step)
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
-    changes = ["compile=true", *given.changes]
+    changes = ("compile=true", *given.changes)
     on_gpu = torch.cuda.is_available()
     about = {"device": torch.cuda.get_device_name() if on_gpu else "a CPU", "torch": torch.__version__}
     rows: list[dict[str, Any]] = []

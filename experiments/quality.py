@@ -3,14 +3,16 @@
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
         [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
-PLAN is a text file with a run per line, the most important first: a corpus and a system; `#` begins a remark.
+PLAN is a text file with a run per line, the most important first: a corpus and a system; `#` begins a remark. It is
+read again before each run, so that lines may be added meanwhile.
 DATA/CORPUS is a folder of `gss prepare` with the splits train and valid. A system is a preset or a peer of
 `fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
 is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work.
 
 Settings are chosen on every other held-out document (`choose`) and reported on the rest (`report`), with ratios paired
 over documents. A model that attends to everything is scored beyond its training length with a sliding window of that
-length: it knows no farther positions.
+length: it knows no farther positions. `context` has the loss by how many true tokens came before (`gss.probe`), and
+`stream` the perplexity of held-out documents one after another, in windows of 65,536 tokens and in one of 1,048,576.
 """
 
 import argparse
@@ -102,27 +104,76 @@ def measure(system: str, corpus: Path, work: Path, changes: Sequence[str]) -> di
         "tokens": config.steps * config.batch_tokens,
         "tokens_per_second": round(speeds[len(speeds) // 2]),
         "train": [round(sum(part) / len(part), 4) for part in (losses[i : i + 50] for i in range(0, len(losses), 50))],
-        "documents": scores(lm.model, held_out, config.length),
+        **scores(lm.model, held_out, config.length),
     }
 
 
-def scores(model: "LanguageModel", held_out: "Dataset", trained: int) -> dict[str, Documents]:
-    """Nats and targets of each document, by length."""
-    from gss.config import override
+def scores(model: "LanguageModel", held_out: "Dataset", trained: int) -> dict[str, Any]:
+    """Nats and targets of each document by length; the loss by context and of one long stream, where there are such."""
     from gss.evaluation import evaluate
-    from gss.model import build_model
 
     longest = int(held_out.lengths.max())
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
-    whole = any(kind in model.config.layers for kind in fla_layers.PEERS)
+    whole = any(kind in model.config.layers for kind in fla_layers.PEERS)  # they carry no state from piece to piece
     found: dict[str, Documents] = {}
     for length in lengths:
-        if length > trained and not model.bounded_state:
-            window = build_model(override(model.config, {"attention.sliding": trained}))
-            window.load_state_dict(model.state_dict())
-            model = window.to(model.embedding.weight.device)
+        if length > trained:
+            model = with_window(model, trained)
         row = evaluate(model, held_out, [length], piece=length if whole else min(length, 4096)).rows[0]
         found[str(length)] = [(round(nats, 2), count) for nats, count in row.by_document]
+    if whole or longest < 2 * LENGTHS[1]:
+        return {"documents": found}
+    model = with_window(model, trained)
+    return {"documents": found, "context": context_losses(model, held_out), "stream": stream_losses(model, held_out)}
+
+
+def with_window(model: "LanguageModel", tokens: int) -> "LanguageModel":
+    """The same model with attention over so many tokens where it would be over all of them."""
+    from gss.config import override
+    from gss.model import build_model
+
+    if model.bounded_state:
+        return model
+    window = build_model(override(model.config, {"attention.sliding": tokens}))
+    window.load_state_dict(model.state_dict())
+    return window.to(model.device)
+
+
+def context_losses(model: "LanguageModel", held_out: "Dataset") -> dict[str, Any]:
+    """Nats of 512 tokens of each document after 512, 1,024, … true tokens and another document's before them."""
+    from gss.probe import probe_context, shared_longest
+
+    longest = min(LENGTHS[-1], shared_longest(held_out.lengths, 512))
+    probe = probe_context(
+        model, held_out, longest=longest, shortest=512, per_document=1, max_documents=50, position_tokens=1,
+        batch_tokens=1 << 17,
+    )  # fmt: skip
+    return {
+        "distances": [row.context for row in probe.replaced],
+        "loss": [round(row.loss, 5) for row in probe.replaced],
+        "excess": [round(row.excess, 5) for row in probe.replaced],
+        "excess_error": [round(row.excess_error, 5) for row in probe.replaced],
+        "documents": probe.documents,
+        "effective": probe.effective_context,
+        "interval": probe.effective_interval,
+    }
+
+
+def stream_losses(model: "LanguageModel", held_out: "Dataset", most: int = 1 << 20) -> dict[str, float]:
+    """Nats per token of the first documents one after another, by the length of the windows they are cut into."""
+    import numpy as np
+
+    from gss.precision import resolved, running
+    from gss.scoring import score_sequences
+
+    tokens = np.asarray(held_out.tokens[: most + 1])
+    length = (len(tokens) - 1) // LENGTHS[-1] * LENGTHS[-1]
+    found = {}
+    for window in (LENGTHS[-1], length) if length > LENGTHS[-1] else ():
+        rows = [tokens[start : start + window + 1] for start in range(0, length, window)]
+        with running(model, resolved("auto", model)):
+            parts = list(score_sequences(model, rows, piece=4096 if len(rows) > 1 else 16_384))
+        found[str(window)] = round(-sum(float(part.log_probability.sum()) for part in parts) / length, 5)
     return found
 
 
@@ -218,6 +269,7 @@ class Runs:
         self.given = given
         self.deadline = time.monotonic() + given.seconds
         self.lock = threading.Lock()
+        self.begun: set[tuple[str, str]] = set()
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.about = {"hardware": given.hardware, "date": today, "commit": given.commit}
 
@@ -225,11 +277,23 @@ class Runs:
         path = self.given.out / f"{corpus}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
+    def work(self) -> None:
+        """Run the first line of the plan that is neither kept nor begun, as long as there is one, and time."""
+        while self.deadline - time.monotonic() > _WORTH_STARTING_SECONDS:
+            with self.lock:
+                waiting = [
+                    (corpus, system)
+                    for corpus, system in parsed(self.given.plan.read_text(encoding="utf-8"))
+                    if (corpus, system) not in self.begun and all(run["system"] != system for run in self.kept(corpus))
+                ]
+                if not waiting:
+                    return
+                self.begun.add(waiting[0])
+            self.one(*waiting[0])
+
     def one(self, corpus: str, system: str) -> None:
         """One run in a process of its own; its result is kept at once."""
         left = self.deadline - time.monotonic()
-        if left < _WORTH_STARTING_SECONDS or any(run["system"] == system for run in self.kept(corpus)):
-            return
         given = self.given
         command = [sys.executable, "-m", "experiments.quality", str(given.plan), "--one", corpus, system]
         command += ["--data", str(given.data), "--work", str(given.work), *(f"--set={each}" for each in given.changes)]
@@ -274,12 +338,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(STOPPED)
         print(json.dumps(result))
         return
-    plan = parsed(given.plan.read_text(encoding="utf-8"))
+    parsed(given.plan.read_text(encoding="utf-8"))  # refused before anything is begun
     runs = Runs(given)
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     with shared_gpu(given.work), ThreadPoolExecutor(given.workers) as pool:
-        list(pool.map(lambda line: runs.one(*line), plan))
+        for worker in [pool.submit(runs.work) for _ in range(given.workers)]:
+            worker.result()
+    plan = parsed(given.plan.read_text(encoding="utf-8"))
     for corpus in dict.fromkeys(corpus for corpus, _ in plan):
         if results := runs.kept(corpus):
             print(f"to choose from:\n{table(corpus, results, 'choose')}\nto report:\n{table(corpus, results)}\n")
