@@ -24,18 +24,34 @@ def rotary_frequencies(width: int, base: float, device: torch.device) -> Tensor:
     return base ** -(torch.arange(half, dtype=torch.float64, device=device) / half)
 
 
+@torch.library.custom_op("gss::rotary_table", mutates_args=())
+def rotary_table(position: Tensor, length: int, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines [2, B, L, d/2] of the angles at `position` [B] and the positions after it.
+
+    Angles are float64: rounding one to float32 would cost more the farther the position. The table is an operation of
+    its own because a compiler would otherwise compute it again, in float64, for every element that it is applied to.
+    """
+    index = position.unsqueeze(1) + torch.arange(length, device=position.device)
+    angle = index.unsqueeze(-1) * rotary_frequencies(width, base, position.device)
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+@rotary_table.register_fake
+def _(position: Tensor, length: int, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    return position.new_empty(2, len(position), length, width // 2, dtype=dtype)
+
+
 def rotated(x: Tensor, position: Tensor | None, base: float) -> Tensor:
     """Vectors [B, L, …, d] turned by their positions, rows starting at `position` [B] (None: 0).
 
     The pair (x_i, x_{i + d/2}) is turned by base^(−2i/d) radians per token, so that a product of two vectors depends
-    on their distance alone. Angles are float64: a rounding of one in float32 would grow with the position.
+    on their distance alone.
     """
-    length, frequency = x.shape[1], rotary_frequencies(x.shape[-1], base, x.device)
-    index = torch.arange(length, device=x.device).unsqueeze(0)
-    if position is not None:
-        index = index + position.unsqueeze(1)
-    angle = (index.unsqueeze(-1) * frequency).reshape(len(index), length, *[1] * (x.ndim - 3), len(frequency))
+    length, width = x.shape[1], x.shape[-1]
+    if position is None:
+        position = torch.zeros(1, dtype=torch.int64, device=x.device)
     precise = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angle.cos().to(precise), angle.sin().to(precise)
+    table = rotary_table(position, length, width, base, precise)
+    cos, sin = table.reshape(2, len(position), length, *[1] * (x.ndim - 3), width // 2).unbind()
     first, second = x.to(precise).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
