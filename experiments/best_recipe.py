@@ -43,10 +43,16 @@ def best(folder: Path = quality.RESULTS) -> str:
 
 def headline(folder: Path = quality.RESULTS) -> str:
     """The shortest table: the first corpus alone, without settings."""
-    header = ["model", "params", *LENGTH_NAMES.values(), "÷ Llama at 4k"]
+    header = ["model", "params", "seeds", *LENGTH_NAMES.values(), "÷ Llama at 4k"]
     models = list(_models(next(iter(corpora(folder).values()), [])))
     rows = [
-        [label(group[0]), millions(group[0]["parameters"]), *_perplexities(group), _ratio(group, models)]
+        [
+            label(run := group[0]),
+            millions(run["parameters"]),
+            str(len(group)),
+            *_perplexities(group),
+            _ratio(group, models),
+        ]
         for group in models
     ]
     return markdown(header, rows) if rows else "Not run yet."
