@@ -29,6 +29,7 @@ _EVERYWHERE = ("transformer", "dss", "gss", "gss-hybrid")
 _IF_THERE = ("slide", "xl")
 _STARTS = 6  # the start that the study began with and five around it; the others are optional
 _MARKED = re.compile(r"(<!-- results: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_INCIDENTAL = re.compile(r" --(?:(?:out|work|time-limit|commit) \S+|partial|shared)(?= |$)")
 _TABLES = ("table1", "table2")
 
 
@@ -264,8 +265,8 @@ def _runs(found: Found, stale: Sequence[str]) -> str:
 
 
 def _commands(found: Found) -> str:
-    """The commands that made the results, each once."""
-    commands = sorted({kept["command"] for _, kept in found if kept["command"]})
+    """The commands that made the results, each once, without options that only say where, how long and from what."""
+    commands = sorted({_INCIDENTAL.sub("", kept["command"]) for _, kept in found if kept["command"]})
     return "\n".join(["```", *commands, "```"]) if commands else "None yet."
 
 
