@@ -7,7 +7,7 @@ empty. Recall comes from `experiments.recall`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments import quality, recall
@@ -48,8 +48,9 @@ def context_picture(folder: Path = quality.RESULTS) -> Picture:
     """Loss of the last 512 tokens by the number of true tokens before them, a line per run."""
     lines: list[Line] = []
     names: list[str] = []
-    for corpus, run in _with_context(folder):
-        name = ", ".join([f"{label(run)}, {corpus}", *changes(run)])
+    entries = list(_with_context(folder))
+    for corpus, run in entries:
+        name = _short_name(corpus, run, entries)
         first = name not in names
         names += [name] if first else []
         index = names.index(name)
@@ -60,6 +61,14 @@ def context_picture(folder: Path = quality.RESULTS) -> Picture:
     ticks = [(float(at), f"{at // 1024}k" if at % 1024 == 0 else f"{at:,}") for at in distances]
     panel = Panel("true tokens before", "loss of the last 512 tokens (nats per token)", lines, "x", ticks)
     return Picture(CONTEXT, CONTEXT, "Loss by the number of true tokens before the last 512", [panel], (7.0, 3.9))
+
+
+def _short_name(corpus: str, run: Run, entries: Sequence[tuple[str, Run]]) -> str:
+    """What tells a run from the others of the figure: its model, and the corpus and settings where these differ."""
+    own = [change.rpartition(".")[2] for change in changes(run)]
+    alike = [changes(other) for where, other in entries if (where, label(other)) == (corpus, label(run))]
+    parts = [label(run), *([corpus] if len({where for where, _ in entries}) > 1 else [])]
+    return ", ".join([*parts, *(own if any(other != changes(run) for other in alike) else [])])
 
 
 def has_context(folder: Path) -> bool:

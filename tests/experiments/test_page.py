@@ -202,7 +202,8 @@ def test_the_best_recipe_has_the_best_settings_of_each_model(tmp_path: Path) -> 
 def test_the_effective_context_is_a_figure_and_a_table(folder: Path, tmp_path: Path) -> None:
     found = {"distances": [512, 1024, 4096], "loss": [3.4, 3.35, 3.3], "effective": 4096, "interval": [2048, 4096]}
     runs = [best_run(f"gss2-small+seed={seed}", 3.7, context=found) for seed in (0, 1)]
-    runs += [best_run("llama-small", 3.8, context={**found, "effective": None})]
+    runs += [best_run("llama-small+model.zero_outputs=true", 3.8, context={**found, "effective": None})]
+    runs += [best_run("gss2-small+model.attention.sliding=512", 3.8, context=found)]
     best = tmp_path / "quality"
     best.mkdir()
     (best / "books.json").write_text(json.dumps(runs))
@@ -218,9 +219,10 @@ def test_the_effective_context_is_a_figure_and_a_table(folder: Path, tmp_path: P
         ["books", "GSS2", "0", "4,096", "2,048 to 4,096", "0.100"],
         ["books", "GSS2", "1", "4,096", "2,048 to 4,096", "0.100"],
         ["books", "Llama", "0", "–", "2,048 to 4,096", "0.100"],
+        ["books", "GSS2", "0", "4,096", "2,048 to 4,096", "0.100"],
     ]
     (panel,) = long_range.context_picture(best).panels
-    assert [line.label for line in panel.lines] == ["GSS2, books", "", "Llama, books"]
+    assert [line.label for line in panel.lines] == ["GSS2", "", "Llama", "GSS2, sliding=512"]
     assert panel.x_ticks == [(512.0, "512"), (1024.0, "1k"), (4096.0, "4k")]
 
 
