@@ -1,4 +1,4 @@
-"""Write docs/api.md from the docstrings of what `import gss` offers: python experiments/api_page.py
+"""Writes docs/api.md from the docstrings of the public names of `import gss`: python experiments/api_page.py
 
 tests/test_api.py runs every example and checks that the page is current.
 """
@@ -22,8 +22,8 @@ GROUPS = {
 }
 INTRODUCTION = """# The library
 
-What `import gss` offers, from the docstrings (`python experiments/api_page.py` writes this page). In the examples
-`run` is a run folder, `corpus` a prepared corpus, `folder` a new folder and `tokens` some ids, [batch, length].
+The public names of `import gss`, from their docstrings (`python experiments/api_page.py` writes this page). In the
+examples `run` is a run folder, `corpus` a prepared corpus, `folder` a new folder and `tokens` ids, [batch, length].
 """
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,10 +1,11 @@
-"""A page of results: the parts of a hand-written Markdown file between its markers, made anew from kept results.
+"""Fills the marked parts of a hand-written Markdown page from kept results.
 
     <!-- results: table1 -->
     whatever was here is replaced
     <!-- end -->
 
-Prose around the markers stays. Works with any subset of the runs; what is missing is a dash, and named.
+The prose around the markers stays. Any subset of the runs will do: a missing figure is a dash, and missing runs are
+listed.
 """
 
 import os
@@ -13,38 +14,47 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments import answers, page_plots, quality
+from experiments import answers, best_recipe, long_range, page_plots, quality
 from experiments.records import Collection, Record, read_results
 from experiments.studies import STUDIES
 from experiments.tables import markdown, notes, table
 from gss.io.files import write_file
 from gss.reproduce.settings import SCALES, SYSTEMS, System, Target, paper_corpus
-from gss.reproduce.tables import LENGTH_KEYS, NONE, Found, mean, millions, paper_figures
+from gss.reproduce.tables import LENGTH_KEYS, LENGTH_NAMES, NONE, Found, mean, millions, paper_figures
 from gss.reproduce.trials import Trial
 
-# What is to be there: on books every system of both tables, on the other corpora these; two more are shown if there.
+# What the page should have: on books every system of both tables, on the other corpora these. Two more are optional.
 _CORPORA = {"PG-19": "books", "ArXiv": "math", "Github": "code"}
 _EVERYWHERE = ("transformer", "dss", "gss", "gss-hybrid")
 _IF_THERE = ("slide", "xl")
-_STARTS = 6  # the one that the study began with and five around it; the others are there to be tried
+_STARTS = 6  # the start that the study began with and five around it; the others are optional
 _MARKED = re.compile(r"(<!-- results: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_HEADLINE = ("transformer", "dss", "rec-fixed-skip", "gss", "gss-hybrid", "gss-hybrid-l")
+_INCIDENTAL = re.compile(r" --(?:(?:out|work|time-limit|commit) \S+|partial|shared)(?= |$)")
+_TABLES = ("table1", "table2")
 
 
-def write_page(results: Path, pages: list[Path], images: Path, scale: str = "small") -> list[str]:
-    """Fill the marked parts of the pages and draw the figures; returns what is missing, a line each."""
+def write_page(
+    results: Path, pages: list[Path], images: Path, scale: str = "small", best: Path = quality.RESULTS
+) -> list[str]:
+    """Fill the marked parts of the pages and draw the figures; returns what is missing, a line each.
+
+    `results` has the runs of `gss reproduce`, `best` those of `experiments.quality`.
+    """
     if scale not in SCALES:
         raise ValueError(f"there is no scale {scale!r}; choose from: {', '.join(SCALES)}")
     found = read_results(results)
     collection = Collection(found, scale)
     figures = page_plots.draw_page(collection)
+    if long_range.has_context(best):
+        figures |= page_plots.draw_all([long_range.context_picture(best)])
     captions = {f"{page_plots.PREFIX}{p.name}.png": p.caption for p in page_plots.page_pictures(collection)}
     images.mkdir(parents=True, exist_ok=True)
     for name, content in figures.items():
         write_file(images / name, content)
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        parts = sections(found, collection, _pictures(captions, images, page))
+        folder = Path(os.path.relpath(images, page.parent)).as_posix()
+        parts = sections(found, collection, _pictures(captions, folder), best, folder)
         filled = fill(text, parts)
         if filled != text:
             write_file(page, filled)
@@ -57,21 +67,29 @@ def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
     def part(match: re.Match[str]) -> str:
         if match[2] not in parts:
             raise ValueError(f"there are no results named {match[2]!r}; there are: {', '.join(parts)}")
-        return f"{match[1]}\n{parts[match[2]]().strip()}\n\n{match[3]}"
+        made = parts[match[2]]().strip()
+        return f"{match[1]}\n{made}\n\n{match[3]}" if made else f"{match[1]}{match[3]}"
 
     if text.count("<!-- results:") != len(_MARKED.findall(text)):
         raise ValueError("a marker <!-- results: NAME --> is misspelt or has no <!-- end -->")
     return _MARKED.sub(part, text)
 
 
-def sections(found: Found, results: Collection, pictures: str) -> dict[str, Callable[[], str]]:
+def sections(
+    found: Found, results: Collection, pictures: str, best: Path = quality.RESULTS, images: str = "images"
+) -> dict[str, Callable[[], str]]:
     """Every part that a page can ask for, by name."""
+    context = f"{images}/{page_plots.PREFIX}{long_range.CONTEXT}.png"
     return {
         "missing": lambda: _missing_text(results),
-        "headline": lambda: _headline(results),
+        "headline": lambda: best_recipe.headline(best),
+        "best-recipe": lambda: best_recipe.best(best),
+        "papers-recipe": lambda: _papers_recipe(results),
+        "recall": long_range.recalled,
+        "context": lambda: long_range.context(best, context),
         "table1": lambda: _papers_table("table1", results),
         "table2": lambda: _papers_table("table2", results),
-        "quality": quality.page,
+        "quality": lambda: quality.page(best),
         "dss": lambda: answers.dss(results),
         "lengths": lambda: answers.lengths(results),
         "hybrid": lambda: answers.hybrid(results),
@@ -89,7 +107,7 @@ def sections(found: Found, results: Collection, pictures: str) -> dict[str, Call
 
 
 def _expected(target: str, results: Collection) -> Iterator[tuple[str, str]]:
-    """(corpus, system) of a table: what is to be there, and what is there beyond it, in the table's order."""
+    """(corpus, system) of a table: what should be there, then whatever else is, in the table's order."""
     there = {paper_corpus(name) or name: name for name in results.corpora()}
     for paper in dict.fromkeys([*_CORPORA, *there]):
         corpus = there.get(paper) or _CORPORA[paper]
@@ -103,9 +121,9 @@ def _expected(target: str, results: Collection) -> Iterator[tuple[str, str]]:
 
 
 def missing(results: Collection) -> list[str]:
-    """Runs that the page is to have and has not, a line a table and corpus."""
+    """Runs that the page should have and lacks, one line per table and corpus."""
     lines = []
-    for target in ("table1", "table2"):
+    for target in _TABLES:
         for corpus in dict.fromkeys(corpus for corpus, _ in _expected(target, results)):
             names = [name for where, name in _expected(target, results) if where == corpus]
             runs = {SYSTEMS[name].label: results.of(corpus, name) for name in names}
@@ -127,8 +145,8 @@ def missing(results: Collection) -> list[str]:
 def _missing_text(results: Collection) -> str:
     lines = missing(results)
     if not lines:
-        return "Every run of this page is there."
-    return "\n".join(["Not run yet, and a dash below:", "", *(f"- {line}" for line in lines)])
+        return "No run is missing."
+    return "\n".join(["Not run yet, and shown as a dash below:", "", *(f"- {line}" for line in lines)])
 
 
 def _papers_table(name: str, results: Collection) -> str:
@@ -150,17 +168,17 @@ def _unmeasured(target: Target, corpus: str, system: System) -> list[str]:
     return [corpus, system.label, NONE, size, NONE, cost, *[NONE] * len(LENGTH_KEYS), *scores]
 
 
-def _headline(results: Collection) -> str:
-    """The shortest table: the paper's lengths on the first corpus."""
-    corpus = next(corpus for corpus, _ in _expected("table1", results))
-    header = ["model", "params", "tokens/s", "512", "4k", "16k", "65k"]
+def _papers_recipe(results: Collection) -> str:
+    """Every model of both of the paper's tables, on every corpus, without the paper's own figures."""
+    header = ["corpus", "model", "params", "seeds", "tokens/s", *LENGTH_NAMES.values()]
     rows = []
-    for name in _HEADLINE:
-        part = results.of(corpus, name)
-        if part:
-            scores = [[kept["lengths"].get(at, {}).get("perplexity") for _, kept in part] for at in answers.AT]
-            speeds = mean([kept["tokens_per_second"] for _, kept in part[:1]], 0)
-            rows.append([SYSTEMS[name].label, millions(part[0][1]["parameters"]), speeds, *map(mean, scores)])
+    for corpus in results.corpora():
+        for name in dict.fromkeys(system.name for target in _TABLES for system in STUDIES[target].systems):
+            part = results.of(corpus, name)
+            if part:
+                scores = [[kept["lengths"].get(at, {}).get("perplexity") for _, kept in part] for at in answers.AT]
+                cells = [corpus, SYSTEMS[name].label, millions(part[0][1]["parameters"]), str(len(part))]
+                rows.append([*cells, mean([part[0][1]["tokens_per_second"]], 0), *map(mean, scores)])
     return markdown(header, rows) if rows else "Not run yet."
 
 
@@ -247,12 +265,11 @@ def _runs(found: Found, stale: Sequence[str]) -> str:
 
 
 def _commands(found: Found) -> str:
-    """The commands that made the results, each once."""
-    commands = sorted({kept["command"] for _, kept in found if kept["command"]})
+    """The commands that made the results, each once, without options that only say where, how long and from what."""
+    commands = sorted({_INCIDENTAL.sub("", kept["command"]) for _, kept in found if kept["command"]})
     return "\n".join(["```", *commands, "```"]) if commands else "None yet."
 
 
-def _pictures(figures: Mapping[str, str], images: Path, page: Path) -> str:
-    folder = Path(os.path.relpath(images, page.parent)).as_posix()
+def _pictures(figures: Mapping[str, str], folder: str) -> str:
     lines = [f"![{caption}]({folder}/{name})" for name, caption in figures.items()]
     return "\n\n".join(lines) or "None yet."

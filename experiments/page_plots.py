@@ -30,9 +30,14 @@ _LENGTH_TICKS = [(float(length), name) for length, name in LENGTH_NAMES.items()]
 
 def draw_page(results: Collection) -> dict[str, bytes]:
     """File name → PNG, as many as there are results for."""
+    return draw_all(page_pictures(results))
+
+
+def draw_all(pictures: Sequence[Picture]) -> dict[str, bytes]:
+    """File name → PNG."""
     require_matplotlib()
     with style():
-        return {f"{PREFIX}{picture.name}.png": _png(draw(picture)) for picture in page_pictures(results)}
+        return {f"{PREFIX}{picture.name}.png": _png(draw(picture)) for picture in pictures}
 
 
 def _png(figure: "Figure") -> bytes:

@@ -1,10 +1,11 @@
-"""The tables, answers and figures of docs/results.md, made anew from the kept results of `gss reproduce`.
+"""Makes the tables, answers and figures of docs/results.md and README.md from kept results.
 
     python -m experiments.results_page [RESULTS] [--page docs/results.md --page README.md] [--scale small]
 
-RESULTS holds OUT/results/*.json of any number of calls; the default is benchmarks/results/reproduce. What stands
-between markers in the pages is replaced, the prose around it stays, and figures go to docs/images. Runs that are not
-there yet are dashes, and are named at the end.
+RESULTS holds OUT/results/*.json of any number of calls of `gss reproduce`; the default is benchmarks/results/reproduce.
+The best recipe's tables come from benchmarks/results/quality, recall from benchmarks/results/probe. What is between
+markers in the pages is replaced, the prose around it stays, and figures go to docs/images. Missing runs are dashes, and
+are listed at the end.
 """
 
 import argparse

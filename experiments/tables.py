@@ -1,4 +1,4 @@
-"""The studies' tables, in the manner of `gss.reproduce.tables`."""
+"""The tables of our studies, in the form of `gss.reproduce.tables`."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,16 +11,18 @@ from gss.reproduce.tables import notes as papers_notes
 from gss.reproduce.tables import table as papers_table
 
 _NAMES = [*LENGTH_NAMES.values(), "whole"]
-_WORDS = frozenset({"recipe", "start", "what it is", "vocabulary", "lossless", "run", "instead of", "ours", "hardware"})
+_WORDS = frozenset({
+    "recipe", "start", "what it is", "vocabulary", "lossless", "run", "instead of", "ours", "hardware", "settings",
+    "study", "layers",
+})  # fmt: skip
 _NOTES = {
-    "init": "Perplexity by evaluation length; `slow` is the time constant in tokens that 5% of the modes exceed, "
-    "`>1,000` the share of modes slower than 1,000 tokens, medians over layers, before and after training.",
-    "rates": "Perplexity by evaluation length. The paper tuned the rate over the four here.",
-    "vocabulary": "Bits per byte of the same held-out text; rows compare where `held-out text` is the same. `raw` "
-    "divides by the UTF-8 bytes of the text before any vocabulary saw it; `back` by those that the scored tokens give "
-    "back. A vocabulary that is not lossless never predicts what it drops (`dropped`, of the raw bytes), so its `raw` "
-    "is too low and its `back` is of an easier text. All rows have the same number of training tokens; `text seen` "
-    "says how much text that was.",
+    "init": "Perplexity by evaluation length. `slow` is the time constant, in tokens, that 5% of the modes exceed; "
+    "`>1,000` is the share of modes slower than 1,000 tokens. Both are medians over layers, before and after training.",
+    "rates": "Perplexity by evaluation length. The paper tuned the rate over these four values.",
+    "vocabulary": "Bits per byte of the held-out text; compare rows with the same `held-out text`. `raw` divides by "
+    "the UTF-8 bytes of the original text, `back` by those of the decoded tokens. A lossy vocabulary never predicts "
+    "what it drops (`dropped`, of the raw bytes), so its `raw` is too low and its `back` describes an easier text. All "
+    "rows have the same number of training tokens; `text seen` is how much text that was.",
 }
 
 

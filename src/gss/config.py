@@ -20,7 +20,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig:
-    """A diagonal state space: its size, its discretisation and how its parameters start.
+    """A diagonal state space: its size, its discretization and its initialization.
 
     >>> gss.StateSpaceConfig(modes=64).modes
     64
@@ -57,7 +57,7 @@ class StateSpaceConfig:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Fields that make no difference beside the others."""
+        """Fields that have no effect, given the others."""
         ranges = {
             "decay_range": self.decay_init != "log_normal",
             "frequency_range": self.frequency_init in ("log_uniform", "mixed"),
@@ -165,7 +165,7 @@ class ModelConfig:
     activation: str = "gelu"
     """φ of the GSS layer, and the feed-forwards' activation."""
     norm: str = "layernorm"
-    """Kind of every norm: with scale and bias, or with scale alone."""
+    """Kind of every norm: layernorm (scale and bias) or rmsnorm (scale alone)."""
     norm_epsilon: float = limited(1e-6, gt=0)
     """Added to the variance in every norm."""
     bias: bool = True
@@ -174,8 +174,8 @@ class ModelConfig:
     """Share of activations dropped in training, at attention's input and the feed-forward's output. For slide, xl,
     recurrent and feedback layers; the others are trained without."""
     positions: Literal["none", "sinusoidal", "rotary"] = "none"
-    """How attention learns of order: not at all (state spaces know it), sinusoids added to the embedding (the paper's
-    Transformer), or queries and keys that attention layers turn by their positions (Llama)."""
+    """Positions for attention: none (state spaces know the order), sinusoids added to the embedding (the paper's
+    Transformer), or rotary queries and keys (Llama)."""
     embedding_std: float = limited(1.0, gt=0)
     """Standard deviation of the embedding at the start."""
     zero_outputs: bool = False
@@ -186,9 +186,9 @@ class ModelConfig:
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS, GSS2 and DSS layers."""
     matrix_state: MatrixStateConfig = field(default_factory=MatrixStateConfig)
-    """What is a GSS2 layer's own."""
+    """Settings of GSS2 layers."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    """The attention of Transformer blocks and of the layers on windows."""
+    """The attention of Transformer blocks and of windowed layers."""
     recurrent: RecurrentConfig = field(default_factory=RecurrentConfig)
     """The recurrent state of recurrent and feedback layers."""
 
@@ -217,7 +217,7 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of layers, each once, in the order of their first."""
+        """The kinds of layers, each once, in order of first appearance."""
         return tuple(dict.fromkeys(self.pattern[: self.depth]))
 
     @property
@@ -228,7 +228,7 @@ class ModelConfig:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """How state spaces start where that makes no difference, as dotted names: all of it in a model without any."""
+        """Initialization fields that have no effect, as dotted names: all of them in a model without state spaces."""
         if not {"gss", "gss2", "dss"} & set(self.kinds):
             return tuple(f"state_space.{each.name}" for each in fields(StateSpaceConfig))
         return tuple(f"state_space.{name}" for name in self.state_space.unused)

@@ -78,7 +78,7 @@ class LengthResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A row for each length, over the same targets.
+    """One row per length, over the same targets.
 
     >>> result = gss.evaluate(gss.load(run), corpus, [64], max_tokens=500)
     >>> result.tokens, result.rows[0].perplexity > 1

@@ -27,7 +27,7 @@ from gss.scoring import score_sequences
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of a text.
+    """How likely a text is to a model.
 
     >>> score = gss.load(run).score("the cat")
     >>> len(score.tokens) == len(score.log_probabilities)
@@ -39,11 +39,11 @@ class Score:
     tokens: tuple[int, ...]
     """Ids of the text."""
     log_probabilities: tuple[float, ...]
-    """Of each token after those before it, in nats."""
+    """Log-probability of each token given those before it, in nats."""
 
     @property
     def log_probability(self) -> float:
-        """Of the whole text, in nats."""
+        """Log-probability of the whole text, in nats."""
         return math.fsum(self.log_probabilities)
 
     @property
@@ -67,15 +67,15 @@ class LM:
     model: LanguageModel
     tokenizer: Tokenizer
     step: int = 0
-    """Of the checkpoint that the weights are from."""
+    """The training step of the checkpoint."""
     preset: str | None = None
-    """Name of the preset that the model started from; None where that is not known."""
+    """Name of the preset that the model started from; None if unknown."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer, self.step, self.preset))
 
     def generate(self, prompt: str = "", **options: Any) -> str:
-        """The continuation of a prompt as one text. Options are those of `stream`.
+        """The continuation of a prompt as one text, with the options of `stream`.
 
         >>> lm = gss.load(run)
         >>> lm.generate("the ", max_tokens=8, seed=1) == lm.generate("the ", max_tokens=8, seed=1)
@@ -97,16 +97,16 @@ class LM:
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
 
-        max_tokens            most tokens to produce; the end of a document ends the text before
-        temperature           0 takes the likeliest token, 1 samples as the model says
-        top_k, top_p, min_p   keep so many of the likeliest tokens; those that make up this probability; those at
+        max_tokens            maximum number of tokens; the text also ends where the document does
+        temperature           0 is greedy, 1 samples from the model's own distribution
+        top_k, top_p, min_p   keep this many of the likeliest tokens; those that make up this probability; those at
                               least this fraction as likely as the likeliest
         repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
         seed                  the same seed gives the same text
-        stop                  texts to end before
-        state                 what `read` returned: the prompt, which must not be empty then, continues from there
+        stop                  strings to end before
+        state                 the result of `read`, which the prompt (then not empty) continues
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
-        speculate             draft by lookup in what was read, where that is faster; the text stays the same
+        speculate             speculate by lookup where that is faster; the text stays the same
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))
@@ -173,10 +173,10 @@ def load(
 ) -> LM:
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or that of a given step.
 
-    Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
-    as well. With a `state`, or a file of one, every text starts from there.
+    Without a run, or with "box", this is the bundled model. It also reads a folder that `gss export` wrote. With a
+    `state`, or the file of one, every text starts from that state.
     `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
-    does the same once and for all. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
+    does the same permanently. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
 
     >>> lm = gss.load(run)
     >>> lm.step

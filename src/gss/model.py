@@ -37,9 +37,9 @@ class LanguageModel(nn.Module):
         self.first: FirstState | None = None
 
     def start_from(self, state: ModelState | None) -> None:
-        """Start every sequence from a copy of this state of one sequence, as if the model had just read what led to it.
+        """Start every sequence from a copy of this state (of one sequence), as if the model had read what led to it.
 
-        None is the empty state again, which a model starts from otherwise.
+        None restores the default, the empty state.
         """
         if state is not None:
             self.check_state(state, 1)
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         starts: Tensor | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """The normed activations [B, L, E] under the logits: `logits` of any part of them gives that part's.
+        """The normed activations [B, L, E] under the logits; apply `logits` to any part of them.
 
         `starts` [B, L] marks the first token of every document in packed rows; each is then read alone, and no
         state comes in or goes out. With a `context` all its ranks give the same tokens and state, and each gets the
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
         return self.norm(x), ModelState(first + tokens.shape[1], tuple(after)) if keep_state else None
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """What the first layer sees: [B, L, E] for tokens at positions, both [B, L]."""
+        """The input of the first layer: [B, L, E] for tokens at positions, both [B, L]."""
         x = self.embedding(tokens)
         if self.config.positions == "sinusoidal":
             x = x + sinusoids(position, self.config.width).to(x.dtype)
@@ -121,17 +121,17 @@ class LanguageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.norm.weight.device
 
     @property
     def bounded_state(self) -> bool:
-        """Whether the state's size is constant, however much has been read (not so for attention to everything)."""
+        """Whether the state's size is constant at any length (not so for attention over everything)."""
         slots = [slot for layer in self.sequence_layers() for slot in layer.state_slots().values()]
         return all(size is not None for slot in slots for size in slot.shape)
 
     def check_state(self, state: ModelState, batch: int) -> None:
-        """Refuse a state of another model or of another number of sequences."""
+        """Raise ValueError for a state of another model or of another number of sequences."""
         if not isinstance(state, ModelState):
             raise ValueError(f"the state must be a ModelState (what a call of the model returned), not {type(state)}")
         if state.batch != batch:
@@ -142,14 +142,14 @@ class LanguageModel(nn.Module):
             layer.check_state(layer_state, batch)
 
     def sequence_layers(self) -> list[SequenceLayer]:
-        """The layers, typed as what they are."""
+        """The layers, with their type."""
         return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
 
     def check_tokens(self, tokens: Tensor, wait: bool = True) -> None:
-        """Refuse what is not [batch, length] ids of the vocabulary.
+        """Raise ValueError for anything but [batch, length] ids of the vocabulary.
 
-        The ids of tokens on a GPU are read only where the caller can `wait` for it: where text enters. Elsewhere the
-        embedding refuses them there, by an assertion on the device.
+        Ids on a GPU are checked only if the caller can `wait` for it, which is where text enters. Elsewhere the
+        embedding checks them, by an assertion on the device.
         """
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")
@@ -177,7 +177,7 @@ def build_layer(kind: str, config: ModelConfig) -> SequenceLayer:
 def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
     """A freshly initialised model of any family, in float32 on the default device.
 
-    With a seed it is the one that training with that seed starts from, and torch's random state stays as it was.
+    With a seed it is the model that training with that seed starts from, and torch's random state is not changed.
 
     >>> model = gss.build_model(gss.preset("gss-tiny"), seed=0)
     >>> model.bounded_state

@@ -1,13 +1,14 @@
 """The page of results, on made-up results: all tables from some runs, and what is missing said."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import page_plots
+from experiments import best_recipe, long_range, page_plots
 from experiments.page import fill, missing, sections, write_page
 from experiments.records import Collection, read_results
 from experiments.studies import EVERY
@@ -70,13 +71,18 @@ def test_results_are_read_without_their_corpora(folder: Path) -> None:
 def test_the_answers(folder: Path) -> None:
     found = read_results(folder)
     parts = {name: make() for name, make in sections(found, Collection(found, "small"), "").items()}
-    assert "at or below DSS (−2.88%) and trains 3.20× as fast, which meets 2.5×" in parts["dss"]
+    assert "at or below DSS (−2.88%) and trains 3.20× as fast, which meets our goal of 2.5×" in parts["dss"]
     assert "| 50.50 ± 0.71 |" in parts["dss"]
     assert "−1.00% ± 0.00" in parts["lengths"]
     assert "Worse at 65k than at 4k: DSS on books." in parts["lengths"]
-    assert "On books GSS-Hybrid against GSS: −2.97% at 4k, −3.99% at 65k." in parts["hybrid"]
-    assert "GSS in lanes against GSS: +2.00% at 4k" in parts["lanes"]
-    assert "GSS-Hybrid (49.00), the best of theirs Rec:fixed:skip (47.00): +4.26%" in parts["block-recurrent"]
+    books = [cell.strip() for cell in parts["hybrid"].splitlines()[2].split("|")]
+    assert books[1:8] == ["books", "GSS-Hybrid", "GSS", "−2.97%", "−2.97%", "−2.97%", "−3.99%"]
+    books = [cell.strip() for cell in parts["lanes"].splitlines()[2].split("|")]
+    assert books[2:6] == ["GSS in lanes", "GSS", "+2.00%", "+2.00%"]
+    assert (
+        "GSS-Hybrid (49.00) and the best block-recurrent model is Rec:fixed:skip (47.00): +4.26%"
+        in (parts["block-recurrent"])
+    )
     assert "GSS, 210M tokens" in parts["equal-time"]  # 4.4 minutes against 5.8
     assert "−2.13%" in parts["equal-time"]
     assert parts["vocabulary"].count("| books") == 2
@@ -89,7 +95,10 @@ def test_the_answers(folder: Path) -> None:
     assert missing.replace(" ", "").endswith("|–|–|–|–|–|12.48|11.33|11.16|11.12|")
     assert len({len(line) for line in parts["table2"].splitlines() if line.startswith("|")}) == 1
     assert "| GSS (2 seeds) " in parts["table1"]
-    assert "GSS-Hybrid" in parts["headline"]
+    rows = [line for line in parts["papers-recipe"].splitlines() if "GSS-Hybrid" in line]
+    assert [cell.strip() for cell in rows[0].split("|")[1:8]] == [
+        "books", "GSS-Hybrid", "46.3M", "1", "700,000", "49.00", "49.00",
+    ]  # fmt: skip
     assert parts["runs"].count("\n") == 1 + 12
     assert "abc1234" in parts["runs"]
     assert "gss reproduce table1" in parts["commands"]
@@ -136,15 +145,99 @@ def test_the_page_of_this_repository_can_be_filled(folder: Path, tmp_path: Path)
     page = tmp_path / "docs" / "results.md"
     page.parent.mkdir()
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    write_page(folder, [page], page.parent / "images")
+    write_page(folder, [page], page.parent / "images", best=tmp_path)
     text = page.read_text(encoding="utf-8")
     names = {path.name for path in (page.parent / "images").iterdir()}
     assert names == {"results-books.png", "results-speed.png", "results-init.png"}
     assert all(f"](images/{name})" in text for name in names)
     assert "## Is GSS at or below DSS" in text
     before = page.stat().st_mtime_ns
-    write_page(folder, [page], page.parent / "images")  # nothing new: nothing written
+    write_page(folder, [page], page.parent / "images", best=tmp_path)  # nothing new: nothing written
     assert page.stat().st_mtime_ns == before
+
+
+def best_run(system: str, nats: float, parameters: int = 45_000_000, **more: Any) -> dict[str, Any]:
+    """A made-up result of `experiments.quality`: four documents, of which the second and fourth are reported."""
+    changes = system.split("+")[1:]
+    settings = {"optimizer.learning_rate": "6.4e-3", **dict(change.split("=", 1) for change in changes)}
+    documents = {"512": [(nats * 100, 100)] * 4, "4096": [(nats * 90, 100)] * 4}
+    about = {"hardware": "a GPU", "date": "today", "commit": "abc1234"}
+    result = {"system": system, "settings": settings, "parameters": parameters, "tokens": 104_857_600}
+    return {**result, "documents": documents, **about, **more}
+
+
+def test_the_best_recipe_has_the_best_settings_of_each_model(tmp_path: Path) -> None:
+    runs = [
+        best_run("llama-small", 4.0),
+        best_run("llama-small+optimizer.learning_rate=1.28e-2", 3.8),
+        best_run("gss2-small", 3.7),
+        best_run("gss2-small+seed=1", 3.6),
+        best_run("gss2-small+model.attention.sliding=512", 3.9),
+        best_run("gss2-small+model.pattern=gss2", 3.95),
+        best_run("gss2", 3.0, parameters=190_000_000),
+        best_run("mamba2", 3.9),
+    ]
+    (tmp_path / "books.json").write_text(json.dumps(runs))
+    (tmp_path / "code.json").write_text(json.dumps([best_run("gss-hybrid-small", 1.0)]))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in best_recipe.best(tmp_path).splitlines()[2:]]
+    assert [row[1:5] for row in rows] == [
+        ["GSS2", "190M", "105M", "1"],
+        ["GSS2", "45.0M", "105M", "2"],
+        ["Llama", "45.0M", "105M", "1"],
+        ["Mamba-2", "45.0M", "105M", "1"],
+        ["GSS2 (gss2 layers only)", "45.0M", "105M", "1"],
+        ["GSS-Hybrid", "45.0M", "105M", "1"],
+    ]
+    ratios = {(row[0], row[1], row[2]): row[9] for row in rows}
+    assert ratios["books", "GSS2", "190M"] == "–"  # no Llama of its size
+    assert ratios["books", "GSS2", "45.0M"] == f"{math.exp(0.9 * (3.65 - 3.8)):.3f} ± 0.000"
+    assert ratios["books", "Llama", "45.0M"] == "1"
+    assert ratios["code", "GSS-Hybrid", "45.0M"] == "–"
+    assert rows[2][10] == "rate 1.28e-2"
+    assert rows[2][6] == f"{math.exp(0.9 * 3.8):.2f}"
+    assert best_recipe.headline(tmp_path).count("\n") == 6  # books alone
+    assert long_range.context(tmp_path, "") == ""
+
+
+def test_the_effective_context_is_a_figure_and_a_table(folder: Path, tmp_path: Path) -> None:
+    found = {"distances": [512, 1024, 4096], "loss": [3.4, 3.35, 3.3], "effective": 4096, "interval": [2048, 4096]}
+    runs = [best_run(f"gss2-small+seed={seed}", 3.7, context=found) for seed in (0, 1)]
+    runs += [best_run("llama-small+model.zero_outputs=true", 3.8, context={**found, "effective": None})]
+    runs += [best_run("gss2-small+model.attention.sliding=512", 3.8, context=found)]
+    best = tmp_path / "quality"
+    best.mkdir()
+    (best / "books.json").write_text(json.dumps(runs))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: context -->\n<!-- end -->\n")
+    write_page(folder, [page], tmp_path / "images", best=best)
+    text = page.read_text(encoding="utf-8")
+    assert "## How far back does it look?" in text
+    assert "](images/results-context.png)" in text
+    assert (tmp_path / "images" / "results-context.png").is_file()
+    rows = [[cell.strip() for cell in line.split("|")[1:7]] for line in text.splitlines() if line.startswith("| books")]
+    assert rows == [
+        ["books", "GSS2", "0", "4,096", "2,048 to 4,096", "0.100"],
+        ["books", "GSS2", "1", "4,096", "2,048 to 4,096", "0.100"],
+        ["books", "Llama", "0", "–", "2,048 to 4,096", "0.100"],
+        ["books", "GSS2", "0", "4,096", "2,048 to 4,096", "0.100"],
+    ]
+    (panel,) = long_range.context_picture(best).panels
+    assert [line.label for line in panel.lines] == ["GSS2", "", "Llama", "GSS2, sliding=512"]
+    assert panel.x_ticks == [(512.0, "512"), (1024.0, "1k"), (4096.0, "4k")]
+
+
+def test_recall_is_a_row_per_study_and_length(tmp_path: Path) -> None:
+    def kept(seed: int, accuracy: float) -> dict[str, Any]:
+        scores = [{"length": 512, "accuracy": accuracy, "solved": 0.5}]
+        model = {"depth": 1, "pattern": ["gss2"]}
+        return {"study": "recall", "seed": seed, "length": 512, "parameters": 1234, "model": model, "accuracy": scores}
+
+    for seed, accuracy in enumerate((0.99, 1.0)):
+        (tmp_path / f"recall.seed{seed}.json").write_text(json.dumps(kept(seed, accuracy)))
+    (row,) = long_range.recalled(tmp_path).splitlines()[2:]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        "`recall`", "1 × gss2", "1,234", "512", "512", "2", "99.50 ± 0.71", "50.00 ± 0.00",
+    ]  # fmt: skip
 
 
 def test_a_page_without_any_results(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ _SCALE = ":scale"
 
 
 def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> None:
-    """Keep a state in a safetensors file: a long document is read once and continued as often as wanted.
+    """Write a state to a safetensors file, so that a long document is read once and continued any number of times.
 
-    With `int8` the file is a quarter as large: every 64 values are rounded to whole multiples of one number.
+    With `int8` the file is a quarter of the size: every 64 values are rounded to multiples of a common scale.
 
     >>> lm = gss.load(run)
     >>> gss.save_state(lm.read("Once upon a time"), folder / "state.safetensors")
@@ -34,7 +34,7 @@ def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> No
 
 
 def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
-    """A state that `save_state` kept. The model that continues from it checks that it is its own.
+    """Read a state that `save_state` wrote. The model that continues from it checks that the state is its own.
 
     >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
     >>> gss.load_state(folder / "once.safetensors").position

@@ -101,7 +101,7 @@ def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Everything a model remembers of B sequences: enough to continue from there, whatever came before.
+    """Everything a model remembers of B sequences, and all that it needs to continue them.
 
     >>> state = gss.load(run).read("Once upon a time")
     >>> both = gss.ModelState.join([state, state]).select([1, 0])
@@ -121,7 +121,7 @@ class ModelState:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the tensors take, all sequences together."""
+        """Memory of the tensors of all sequences, in bytes."""
         return sum(t.nbytes for t in (self.position, *(t for layer in self.layers for t in layer.values())))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
@@ -152,7 +152,7 @@ class ModelState:
         return ModelState(tensors["position"], tuple(layers[i] for i in range(len(layers))))
 
     def detach(self) -> "ModelState":
-        """The same values, cut off from the graph that made them: where truncated back-propagation stops."""
+        """The same values without their graph, where truncated back-propagation stops."""
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "ModelState":
@@ -160,14 +160,14 @@ class ModelState:
         return self.map(lambda tensor: tensor.to(device))
 
     def select(self, rows: Tensor | Sequence[int]) -> "ModelState":
-        """The sequences with these indices, in this order; an index may come twice (a branch)."""
+        """The sequences with these indices, in this order; a repeated index branches a sequence."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.position.device)
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def where(self, rows: Tensor, other: "ModelState") -> "ModelState":
         """The sequences of `other` where the mask `rows` [B] is true, this state's elsewhere.
 
-        With `other` an initial state this is a reset: what a row does where its next document starts.
+        With an initial state as `other` this resets rows, for example where the next document starts.
         """
         both = ModelState.join([self, other])
         own = torch.arange(self.batch, device=rows.device)

@@ -131,11 +131,11 @@ class TrainConfig:
     """Weights to start from: a run folder, an exported one, or "box"; the optimizer and the schedule are fresh. None:
     random weights."""
     lora: int | None = limited(None, ge=1)
-    """Rank of what is learned on top of every dense layer of `start`, with everything else frozen. None: no LoRA."""
+    """Rank of the LoRA matrices on top of every dense layer of `start`; everything else is frozen. None: no LoRA."""
     tune: Literal["all", "state"] = "all"
-    """What is learned: the weights, or only the state that the frozen model of `start` begins every text from."""
+    """What is learned: the weights, or only the initial state of the frozen model of `start`."""
     seed: int = 0
-    """Draws the first weights and the order of the data."""
+    """Determines the initial weights and the order of the data."""
     steps: int = limited(125_000, ge=1)
     """Optimizer steps."""
     length: int = limited(4096, ge=1)

@@ -34,7 +34,7 @@ BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "pa
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended.
+    """The outcome of a call of `train`.
 
     >>> gss.TrainResult(run=folder, step=100, loss=2.5).signal is None
     True
@@ -42,11 +42,11 @@ class TrainResult:
 
     run: Path
     step: int
-    """Steps taken in all, those before a resume included."""
+    """Steps taken in total, including those before a resume."""
     loss: float | None
-    """Of the last step; None when no step was left to take."""
+    """Loss of the last step; None if no step was left to take."""
     signal: int | None = None
-    """The signal that stopped it early; None at the regular end."""
+    """The signal that stopped it early; None if it finished."""
 
 
 def train(
@@ -61,10 +61,10 @@ def train(
 ) -> TrainResult:
     """Train, or resume training, in the folder `out` on the prepared corpus `data`.
 
-    `config` is a whole configuration, or the name of a preset, then with a recipe (a name, or a TOML file; None: what
-    suits the model and the machine) and settings if wanted. `None` with `start="box"` or a run folder starts from the
-    weights of that model. A folder with checkpoints is resumed from the newest good one, and must be the same run: same
-    model, batches, optimizer and data. `allow` names settings that may differ all the same, for example ["steps"] to
+    `config` is a whole configuration, or the name of a preset, optionally with a `recipe` (a name or a TOML file; None
+    chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts from the
+    weights of that model. A folder with checkpoints resumes from the newest good one and must be the same run: same
+    model, batches, optimizer and data. `allow` names settings that may differ nevertheless, for example ["steps"] to
     train longer. Under torchrun every process calls this.
 
     >>> small = {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}

@@ -1,0 +1,100 @@
+"""The long-range sections of docs/results.md: effective context, and recall on generated tasks.
+
+Effective contexts come from results of `experiments.quality` that have a key `context`:
+`{"distances": [...], "loss": [...], "effective": tokens, "interval": [low, high]}`. `loss` is in nats per token of the
+last 512 tokens of a window in which only `distances` true tokens came before them. Without such a result the section is
+empty. Recall comes from `experiments.recall`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments import quality, recall
+from experiments.best_recipe import Run, changes, corpora, label
+from experiments.tables import markdown
+from gss.report.figures import Line, Panel, Picture
+from gss.report.theme import run_colour
+from gss.reproduce.tables import NONE, mean
+
+CONTEXT = "context"  # the name of the figure
+_STYLES = ("-", "--", ":")  # after eight colours
+_TEXT = """## How far back does it look?
+
+The figure has the loss of the last 512 tokens of a window by the number of true tokens before them; the tokens before
+those come from another document. The effective context is the number of true tokens beyond which at most 5% of the
+whole gain is left, with the interval of 95% of resampled documents ([method](probe.md))."""
+
+
+def context(folder: Path, images: str) -> str:
+    """The section with its heading, one figure and one table; empty when no run has an effective context."""
+    header = ["corpus", "model", "seed", "effective context", "95% interval", "gain, nats", "settings"]
+    rows = []
+    for corpus, run in _with_context(folder):
+        found = run["context"]
+        low, high = found["interval"]
+        gain = f"{max(found['loss']) - found['loss'][-1]:.3f}"
+        seed = str(run["settings"].get("seed", 0))
+        effective = NONE if found["effective"] is None else f"{found['effective']:,}"
+        cells = [corpus, label(run), seed, effective, f"{low:,} to {high:,}", gain]
+        rows.append([*cells, ", ".join(f"`{change}`" for change in changes(run)) or NONE])
+    if not rows:
+        return ""
+    shown = f"![{context_picture(folder).caption}]({images})"
+    return "\n\n".join([_TEXT, shown, markdown(header, rows)])
+
+
+def context_picture(folder: Path = quality.RESULTS) -> Picture:
+    """Loss of the last 512 tokens by the number of true tokens before them, a line per run."""
+    lines: list[Line] = []
+    names: list[str] = []
+    entries = list(_with_context(folder))
+    for corpus, run in entries:
+        name = _short_name(corpus, run, entries)
+        first = name not in names
+        names += [name] if first else []
+        index = names.index(name)
+        look = {"linestyle": _STYLES[index // 8 % len(_STYLES)], "marker": "o", "markersize": 3}
+        found = run["context"]
+        lines.append(Line(found["distances"], found["loss"], run_colour(index), name if first else "", look))
+    distances = sorted({at for line in lines for at in line.x})
+    ticks = [(float(at), f"{at // 1024}k" if at % 1024 == 0 else f"{at:,}") for at in distances]
+    panel = Panel("true tokens before", "loss of the last 512 tokens (nats per token)", lines, "x", ticks)
+    return Picture(CONTEXT, CONTEXT, "Loss by the number of true tokens before the last 512", [panel], (7.0, 3.9))
+
+
+def _short_name(corpus: str, run: Run, entries: Sequence[tuple[str, Run]]) -> str:
+    """What tells a run from the others of the figure: its model, and the corpus and settings where these differ."""
+    own = [change.rpartition(".")[2] for change in changes(run)]
+    alike = [changes(other) for where, other in entries if (where, label(other)) == (corpus, label(run))]
+    parts = [label(run), *([corpus] if len({where for where, _ in entries}) > 1 else [])]
+    return ", ".join([*parts, *(own if any(other != changes(run) for other in alike) else [])])
+
+
+def has_context(folder: Path) -> bool:
+    """Whether any kept run has an effective context."""
+    return next(_with_context(folder), None) is not None
+
+
+def recalled(folder: Path = recall.RESULTS) -> str:
+    """Accuracy on generated tasks, a row per study and length, ± over seeds."""
+    header = ["study", "layers", "params", "trained at", "tested at", "seeds", "accuracy, %", "all answers right, %"]
+    studies: dict[str, list[Run]] = {}
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        studies.setdefault(run["study"], []).append(run)
+    rows = []
+    for study, runs in studies.items():
+        model = runs[0]["model"]
+        layers = f"{model['depth']} × {', '.join(model['pattern'])}"
+        for index, tested in enumerate(runs[0]["accuracy"]):
+            found = [run["accuracy"][index] for run in runs]
+            shares = [mean([100 * each[key] for each in found]) for key in ("accuracy", "solved")]
+            cells = [f"`{study}`", layers, f"{runs[0]['parameters']:,}", f"{runs[0]['length']:,}"]
+            rows.append([*cells, f"{tested['length']:,}", str(len(runs)), *shares])
+    return markdown(header, rows) if rows else "Not run yet."
+
+
+def _with_context(folder: Path) -> Iterator[tuple[str, Run]]:
+    for corpus, runs in corpora(folder).items():
+        yield from ((corpus, run) for run in runs if "context" in run)
