@@ -3,19 +3,21 @@
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
         [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
-PLAN is a text file with a run per line, the most important first: a corpus and a system; `#` begins a remark. It is
-read again before each run, so that lines may be added meanwhile.
+PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
+word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
 DATA/CORPUS is a folder of `gss prepare` with the splits train and valid. A system is a preset or a peer of
 `fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
 is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work.
 
 Settings are chosen on every other held-out document (`choose`) and reported on the rest (`report`), with ratios paired
-over documents. A model that attends to everything is scored beyond its training length with a sliding window of that
-length: it knows no farther positions. `context` has the loss by how many true tokens came before (`gss.probe`), and
-`stream` the perplexity of held-out documents one after another, in windows of 65,536 tokens and in one of 1,048,576.
+over documents. A probed run also has `context`, the loss by how many true tokens came before (`gss.probe`), and
+`stream`, that of held-out documents one after another in windows of 65,536 tokens and in one of 1,048,576. A model that
+attends to everything is scored beyond its training length only then, with a sliding window of that length: it knows no
+farther positions.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -25,10 +27,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments import fla_layers
 from experiments.compare import paired_ratio
@@ -56,24 +58,35 @@ RECIPE = {
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 LENGTHS = (512, 4096, 16_384, 65_536)
+BATCH = 1 << 17  # tokens scored at a time
 STOPPED = 128 + signal.SIGTERM
 _SAVING_SECONDS, _WORTH_STARTING_SECONDS = 15.0, 45.0
 Documents = list[tuple[float, int]]
 
 
-def parsed(text: str) -> list[tuple[str, str]]:
-    """The corpora and systems of a plan, in order; ValueError names a line that is neither."""
+class Line(NamedTuple):
+    """A run of a plan."""
+
+    corpus: str
+    system: str
+    probed: bool = False
+
+
+def parsed(text: str) -> list[Line]:
+    """The runs of a plan, in order; ValueError names a line that is none."""
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
-        if len(words) not in (0, 2):
-            raise ValueError(f"line {number}: write CORPUS SYSTEM, not {line.strip()!r}")
+        if len(words) not in (0, 2, 3) or words[2:] not in ([], ["probe"]):
+            raise ValueError(f"line {number}: write CORPUS SYSTEM, or CORPUS SYSTEM probe, not {line.strip()!r}")
         if words:
-            lines.append((words[0], words[1]))
+            lines.append(Line(words[0], words[1], len(words) == 3))
     return lines
 
 
-def measure(system: str, corpus: Path, work: Path, changes: Sequence[str]) -> dict[str, Any] | None:
+def measure(
+    system: str, corpus: Path, work: Path, changes: Sequence[str], probed: bool = False
+) -> dict[str, Any] | None:
     """Train a system, or resume training it, and score it; None where a signal stopped it."""
     import torch
 
@@ -97,6 +110,8 @@ def measure(system: str, corpus: Path, work: Path, changes: Sequence[str]) -> di
     lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
+    with unstoppable():
+        found = scores(lm.model, held_out, config.length, probed)
     return {
         "system": system,
         "settings": recipe,
@@ -104,24 +119,35 @@ def measure(system: str, corpus: Path, work: Path, changes: Sequence[str]) -> di
         "tokens": config.steps * config.batch_tokens,
         "tokens_per_second": round(speeds[len(speeds) // 2]),
         "train": [round(sum(part) / len(part), 4) for part in (losses[i : i + 50] for i in range(0, len(losses), 50))],
-        **scores(lm.model, held_out, config.length),
+        **found,
     }
 
 
-def scores(model: "LanguageModel", held_out: "Dataset", trained: int) -> dict[str, Any]:
-    """Nats and targets of each document by length; the loss by context and of one long stream, where there are such."""
+@contextlib.contextmanager
+def unstoppable() -> Iterator[None]:
+    """SIGTERM is ignored: under MPS, a process that dies on the GPU takes those with it that are still saving."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def scores(model: "LanguageModel", held_out: "Dataset", trained: int, probed: bool) -> dict[str, Any]:
+    """Nats and targets of each document by length and, for a probed run, the losses by context and of one stream."""
     from gss.evaluation import evaluate
 
-    longest = int(held_out.lengths.max())
-    lengths = [length for length in LENGTHS if length <= longest] or [longest]
     whole = any(kind in model.config.layers for kind in fla_layers.PEERS)  # they carry no state from piece to piece
+    longest = int(held_out.lengths.max())
+    longest = longest if probed or whole or model.bounded_state else min(longest, max(LENGTHS[0], trained))
     found: dict[str, Documents] = {}
-    for length in lengths:
-        if length > trained:
+    for length in [length for length in LENGTHS if length <= longest] or [longest]:
+        if length > trained and not whole:
             model = with_window(model, trained)
-        row = evaluate(model, held_out, [length], piece=length if whole else min(length, 4096)).rows[0]
+        piece = length if whole else min(length, 4096)
+        row = evaluate(model, held_out, [length], piece=piece, batch_tokens=BATCH).rows[0]
         found[str(length)] = [(round(nats, 2), count) for nats, count in row.by_document]
-    if whole or longest < 2 * LENGTHS[1]:
+    if not probed:
         return {"documents": found}
     model = with_window(model, trained)
     return {"documents": found, "context": context_losses(model, held_out), "stream": stream_losses(model, held_out)}
@@ -146,7 +172,7 @@ def context_losses(model: "LanguageModel", held_out: "Dataset") -> dict[str, Any
     longest = min(LENGTHS[-1], shared_longest(held_out.lengths, 512))
     probe = probe_context(
         model, held_out, longest=longest, shortest=512, per_document=1, max_documents=50, position_tokens=1,
-        batch_tokens=1 << 17,
+        batch_tokens=BATCH,
     )  # fmt: skip
     return {
         "distances": [row.context for row in probe.replaced],
@@ -262,6 +288,12 @@ def _label(result: dict[str, Any]) -> str:
     return f"`{name}`, {', '.join([f'rate {rate}', *(f'`{change}`' for change in own)])}"
 
 
+def missing(plan: Path, kept: Callable[[str], list[dict[str, Any]]]) -> list[Line]:
+    """The runs of a plan that have no result."""
+    lines = parsed(plan.read_text(encoding="utf-8"))
+    return [line for line in lines if all(run["system"] != line.system for run in kept(line.corpus))]
+
+
 class Runs:
     """The runs of a plan, several at a time, within a given time."""
 
@@ -269,7 +301,7 @@ class Runs:
         self.given = given
         self.deadline = time.monotonic() + given.seconds
         self.lock = threading.Lock()
-        self.begun: set[tuple[str, str]] = set()
+        self.begun: set[Line] = set()
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.about = {"hardware": given.hardware, "date": today, "commit": given.commit}
 
@@ -281,22 +313,19 @@ class Runs:
         """Run the first line of the plan that is neither kept nor begun, as long as there is one, and time."""
         while self.deadline - time.monotonic() > _WORTH_STARTING_SECONDS:
             with self.lock:
-                waiting = [
-                    (corpus, system)
-                    for corpus, system in parsed(self.given.plan.read_text(encoding="utf-8"))
-                    if (corpus, system) not in self.begun and all(run["system"] != system for run in self.kept(corpus))
-                ]
+                waiting = [line for line in missing(self.given.plan, self.kept) if line not in self.begun]
                 if not waiting:
                     return
                 self.begun.add(waiting[0])
-            self.one(*waiting[0])
+            self.one(waiting[0])
 
-    def one(self, corpus: str, system: str) -> None:
+    def one(self, line: Line) -> None:
         """One run in a process of its own; its result is kept at once."""
         left = self.deadline - time.monotonic()
-        given = self.given
+        given, (corpus, system, probed) = self.given, line
         command = [sys.executable, "-m", "experiments.quality", str(given.plan), "--one", corpus, system]
         command += ["--data", str(given.data), "--work", str(given.work), *(f"--set={each}" for each in given.changes)]
+        command += ["--probe"] if probed else []
         started = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
@@ -330,10 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hardware", default="a CPU")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--one", nargs=2, metavar=("CORPUS", "SYSTEM"), help="be the process of one run")
+    parser.add_argument("--probe", action="store_true", help="with --one: probe it too")
     given = parser.parse_args(arguments)
     if given.one:
         corpus, system = given.one
-        result = measure(system, given.data / corpus, given.work, given.changes)
+        result = measure(system, given.data / corpus, given.work, given.changes, given.probe)
         if result is None:
             sys.exit(STOPPED)
         print(json.dumps(result))
@@ -346,11 +376,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for worker in [pool.submit(runs.work) for _ in range(given.workers)]:
             worker.result()
     plan = parsed(given.plan.read_text(encoding="utf-8"))
-    for corpus in dict.fromkeys(corpus for corpus, _ in plan):
+    for corpus in dict.fromkeys(line.corpus for line in plan):
         if results := runs.kept(corpus):
             print(f"to choose from:\n{table(corpus, results, 'choose')}\nto report:\n{table(corpus, results)}\n")
-    missing = [f"{c} {s}" for c, s in plan if not any(run["system"] == s for run in runs.kept(c))]
-    print(f"{len(plan) - len(missing)} of {len(plan)} runs are done", *missing, sep="\n  ")
+    undone = [f"{line.corpus} {line.system}" for line in missing(given.plan, runs.kept)]
+    print(f"{len(plan) - len(undone)} of {len(plan)} runs are done", *undone, sep="\n  ")
 
 
 if __name__ == "__main__":
