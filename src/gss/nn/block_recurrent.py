@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from gss.config import ModelConfig
 from gss.nn.context import across_ranks, in_turn
@@ -22,32 +23,9 @@ from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock
 from gss.nn.windows import Windows
 
 
-def _bias(attention: WindowAttention, windows: Windows, slots: int, dtype: torch.dtype) -> Tensor:
-    return attention.bias(windows, slots).to(dtype)
-
-
 def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
     """One block on one window, with some of its parameters given in another precision."""
     return functional_call(block, weights, window) if weights else block(*window)
-
-
-def _update(
-    cell: StateCell,
-    vectors: Tensor,
-    memory: CellMemory,
-    own: KeysValues,
-    before: KeysValues | None,
-    previous: Tensor | None,
-) -> Tensor:
-    """The vectors after a window; `before` and `previous` as in `WindowAttention.in_window`."""
-    if before is None:
-        return cell.update(vectors, memory, *own)
-    keys, values = (torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(before, own, strict=True))
-    seen = None
-    if previous is not None:
-        window = before[0].shape[1]
-        seen = previous.unsqueeze(1) | (torch.arange(2 * window, device=keys.device) >= window)
-    return cell.update(vectors, memory, keys, values, seen)
 
 
 class _Work(NamedTuple):
@@ -56,10 +34,10 @@ class _Work(NamedTuple):
     Compiled, one graph of each (two, where the first window's differs) serves all windows, blocks and layers.
     """
 
-    bias: Callable[..., Tensor] = _bias
+    bias: Callable[..., Tensor] = WindowAttention.bias
     read: Callable[..., CellMemory] = StateCell.read
     through: Callable[..., tuple[Tensor, KeysValues]] = _through
-    update: Callable[..., Tensor] = _update
+    update: Callable[..., Tensor] = StateCell.update
 
 
 _PLAIN = _Work()
@@ -108,14 +86,13 @@ class RecurrentStack(SequenceLayer):
     @across_ranks(in_turn)
     @each_document_alone
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
-        windows = Windows(self.window, x.shape[1], state["length"] if state else None)
-        vectors = self._start(x.shape[0], state)
-        tokens = windows.spread(x)
-        parts = windows.parts
-        blocks = self._blocks()
+        windows = Windows(self.window, x.shape[1], state and state["length"])
+        vectors, tokens = self._start(x.shape[0], state), windows.spread(x)
+        parts, blocks = windows.parts, self._blocks()
         nothing = x.new_zeros(()).expand(x.shape[0], 2 * self.window, blocks[0].heads, blocks[0].head_width)
         given = [(state[f"keys{i}"], state[f"values{i}"]) if state else (nothing, nothing) for i in range(len(blocks))]
-        caches = [_Cache(windows, *tensors) for tensors in given]
+        # Each block's keys and values: the window before the piece, then every window of it.
+        runs: list[list[KeysValues]] = [[(keys[:, : self.window], values[:, : self.window])] for keys, values in given]
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else blocks[0].projection.weight.dtype
         works = [self._work(windows, part) for part in parts]
@@ -131,18 +108,18 @@ class RecurrentStack(SequenceLayer):
             # Of strides that do not say how long the piece was: a graph is kept for each.
             hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
             memory = work.read(self.cell, vectors)
-            previous, fresh = windows.has_previous(part), windows.fresh(part)
-            before = [cache.latest if previous is not False else None for cache in caches]
+            previous = windows.has_previous(part)
+            before = [run[-1] if previous is not False else None for run in runs]
             some = previous if isinstance(previous, Tensor) else None
-            for i, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+            for i, block in enumerate(blocks):
                 bias = biases[part.stop - part.start][i]
-                window = (hidden, (memory.keys, memory.values), bias, before[i], some, cache.kept(part), fresh)
+                window = (hidden, (memory.keys, memory.values), bias, before[i], some, windows.kept(part, *given[i]))
                 hidden, own = work.through(block, weights[i], *window)
-                cache.extend(own)
+                runs[i] = [*runs[i][-2:], own]  # a row that stands late in its window needs two of those before
             outputs.append(hidden)
             if keep_state or part is not parts[-1]:
                 writer = self.writer
-                move = (memory, caches[writer].latest, before[writer], some)
+                move = (memory, runs[writer][-1], before[writer], some)
                 vectors = self._moved_on(work, windows.filled(part), vectors, *move)
         y = windows.collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if len(parts) == 1 and torch.is_grad_enabled():
@@ -150,8 +127,10 @@ class RecurrentStack(SequenceLayer):
         if not keep_state:
             return y, {}
         after: LayerState = {"vectors": vectors}
-        for i, cache in enumerate(caches):
-            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in cache.remaining())
+        needed = 1 + len(parts) - windows.done // self.window  # windows that the next piece may look at
+        for i, run in enumerate(runs):
+            kept = (windows.remaining(torch.cat(each, dim=1)) for each in zip(*run[-needed:], strict=True))
+            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in kept)
         return y, {**after, "length": windows.read(x)}
 
     def _work(self, windows: Windows, part: slice) -> _Work:
@@ -166,26 +145,15 @@ class RecurrentStack(SequenceLayer):
             return learned.clone()  # a state is a value: it must not change with the parameter
         return torch.where((state["length"] == 0)[:, None, None], learned, state["vectors"])
 
-    def _moved_on(
-        self,
-        work: _Work,
-        filled: bool | Tensor,
-        vectors: Tensor,
-        memory: CellMemory,
-        own: KeysValues,
-        before: KeysValues | None,
-        previous: Tensor | None,
-    ) -> Tensor:
-        """The vectors after a window, in the rows that have read all of it."""
+    def _moved_on(self, work: _Work, filled: bool | Tensor, vectors: Tensor, *window: Any) -> Tensor:
+        """The vectors after a window (what `StateCell.update` takes of it), in the rows that have read all of it."""
         if not isinstance(filled, Tensor):
-            return work.update(self.cell, vectors, memory, own, before, previous) if filled else vectors
+            return work.update(self.cell, vectors, *window) if filled else vectors
         rows = filled.nonzero().squeeze(1)
         if not len(rows):
             return vectors
-        memory, own = CellMemory(*(tensor[rows] for tensor in memory)), (own[0][rows], own[1][rows])
-        before = before and (before[0][rows], before[1][rows])
-        previous = None if previous is None else previous[rows]
-        return vectors.index_copy(0, rows, work.update(self.cell, vectors[rows], memory, own, before, previous))
+        chosen = tree_map_only(Tensor, lambda tensor: tensor[rows], (vectors, *window))
+        return vectors.index_copy(0, rows, work.update(self.cell, *chosen))
 
     def _blocks(self) -> list[WindowBlock]:
         return [block for block in self.blocks if isinstance(block, WindowBlock)]
@@ -195,40 +163,6 @@ def _dense_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of dense layers by name, cast."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers}
-
-
-class _Cache:
-    """One block's keys and values while a piece is read: the window before it, then every window of it."""
-
-    def __init__(self, windows: Windows, keys: Tensor, values: Tensor) -> None:
-        self._windows = windows
-        self._room = [windows.room(tensor) for tensor in (keys, values)] if windows.index is not None else None
-        self._runs: list[KeysValues] = [(keys[:, : windows.window], values[:, : windows.window])]
-
-    def kept(self, part: slice) -> KeysValues | None:
-        """What a window's slots held before the piece; None where it fills them all."""
-        if self._room is None:
-            return None
-        size = self._windows.window
-        keys, values = (tensor[:, size + part.start : size + part.stop] for tensor in self._room)
-        return keys, values
-
-    def extend(self, own: KeysValues) -> None:
-        """Add the next window's; of those before, a row that stands late in its window needs two at the end."""
-        self._runs = [*self._runs[-2:], own]
-
-    @property
-    def latest(self) -> KeysValues:
-        """The last window's."""
-        return self._runs[-1]
-
-    def remaining(self) -> KeysValues:
-        """What the next piece needs of them, [B, 2W, h, d] each."""
-        windows = self._windows
-        needed = 1 + len(windows.parts) - windows.done // windows.window
-        runs = zip(*self._runs[-needed:], strict=True)
-        keys, values = (windows.remaining(torch.cat(run, dim=1) if len(run) > 1 else run[0]) for run in runs)
-        return keys, values
 
 
 class RecurrentLayer(RecurrentStack):

@@ -1,7 +1,7 @@
 """The recurrent state of a Block-Recurrent Transformer: S vectors that are updated after every window.
 
-    memory = cell.read(vectors)                        # keys and values that tokens attend to
-    vectors = cell.update(vectors, memory, keys, values)   # after a window, over its tokens' keys and values
+    memory = cell.read(vectors)                            # keys and values that tokens attend to
+    vectors = cell.update(vectors, memory, (keys, values)) # after a window, over its tokens' keys and values
 
 Knows vectors, keys and values; nothing of windows' bookkeeping or of the tokens' own blocks.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
 from gss.nn.dense import dense, norm
-from gss.nn.window_attention import attend, unit
+from gss.nn.window_attention import KeysValues, attend, unit
 
 
 class CellMemory(NamedTuple):
@@ -90,22 +90,30 @@ class StateCell(nn.Module):
         return CellMemory(identified, unit(keys).to(values.dtype), values)
 
     def update(
-        self, vectors: Tensor, memory: CellMemory, keys: Tensor, values: Tensor, seen: Tensor | None = None
+        self,
+        vectors: Tensor,
+        memory: CellMemory,
+        own: KeysValues,
+        before: KeysValues | None = None,
+        previous: Tensor | None = None,
     ) -> Tensor:
-        """The vectors after a window whose tokens, and those before, have keys and values [B, K, h, d].
+        """The vectors after a window; its tokens, and `before` and `previous`, as in `WindowAttention.in_window`.
 
-        `seen` [B, K] marks the keys that are there; None: all. Order does not matter: no bias, no causal mask.
+        Every vector sees every token of both windows: no bias, no causal mask.
         """
-        own, over_tokens = self._split(self.queries(memory.identified))
-        own, over_tokens = unit(own) * _per_head(self.scale), unit(over_tokens) * _per_head(self.token_scale)
-        mask = None if seen is None else seen[:, None, None, :]
-        attended = torch.cat(
-            [
-                attend(own, memory.keys, memory.values).flatten(2),
-                attend(over_tokens, keys.to(memory.values.dtype), values.to(memory.values.dtype), mask).flatten(2),
-            ],
-            dim=-1,
-        )
+        keys, values = (tensor.to(memory.values.dtype) for tensor in own)
+        mask = None
+        if before is not None:
+            keys, values = (
+                torch.cat([old.to(new.dtype), new], 1) for old, new in zip(before, (keys, values), strict=True)
+            )
+            if previous is not None:
+                current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
+                mask = (previous.unsqueeze(1) | current)[:, None, None]
+        queries, token_queries = self._split(self.queries(memory.identified))
+        over_vectors = attend(unit(queries, self.scale), memory.keys, memory.values)
+        over_tokens = attend(unit(token_queries, self.token_scale), keys, values, mask)
+        attended = torch.cat([over_vectors.flatten(2), over_tokens.flatten(2)], dim=-1)
         if self.hidden is None:
             return self.gate(vectors, self.output(attended), attended)
         hidden = self.activation(self.hidden(attended))
@@ -127,7 +135,3 @@ class StateCell(nn.Module):
         reading = 2 * self.keys_values.weight.numel()
         vectors = self.initial.shape[0]
         return vectors * reading, vectors * (2 * sum(layer.weight.numel() for layer in layers) - reading)
-
-
-def _per_head(scale: Tensor) -> Tensor:
-    return scale.abs().unsqueeze(-1)
