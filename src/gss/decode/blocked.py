@@ -90,8 +90,7 @@ class BlockedDecoder:
         if tokens is None:
             tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
         self._block.join(state.batch)
-        self._put(state, sampler, tokens)
-        self._remember(tokens, read)
+        self._put(state, sampler, tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order, each once (none is fine, until others join).
@@ -103,12 +102,9 @@ class BlockedDecoder:
     def _set_tokens(self, tokens: Tensor) -> None:
         raise NotImplementedError
 
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         """Place the rows that have just joined the block."""
         raise NotImplementedError
-
-    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
-        """Note what rows that have just joined have read, and their next tokens."""
 
     def _advance(self, count: int, work: Work) -> Draw:
         """Some of `count` steps, and what the sampler drew in them."""
@@ -213,11 +209,9 @@ class Decoder(BlockedDecoder):
     def _set_tokens(self, tokens: Tensor) -> None:
         self._tokens = tokens
 
-    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         before = read if self.speculate and read else [()] * len(tokens)
         self._lookups += [Lookup([*row, token]) for row, token in zip(before, tokens.tolist(), strict=True)]
-
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
         self._position = torch.cat([self._position, state.position])
         self._sampler = Sampler.join([(self._sampler, range(len(self._tokens))), (sampler, range(len(tokens)))])
         self._tokens = torch.cat([self._tokens, tokens])

@@ -62,7 +62,7 @@ class _Room:
         vocab_size, device = len(head), head.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self.stream = Stream(form, batch, Tiles.for_batch(batch, capability), device)
-        self.layers = [plan.rows(self.stream) for plan in layers]
+        self.layers = [plan.on(self.stream) for plan in layers]
         self.sampler = Sampler(vocab_size, device, [], capacity=batch)
         self.logits = self.stream.room(batch, vocab_size)
         self.best = self.stream.room(batch, self.stream.head_tiles(vocab_size))
@@ -125,7 +125,7 @@ class GraphDecoder(BlockedDecoder):
         if enough <= self._room.stream.batch // _SPARSE:
             self._change_room(enough)
 
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         if self._block.rows > self._room.stream.batch:
             self._change_room(_power_of_two(self._block.rows))
         free = sorted(set(range(self._room.stream.batch)) - set(self._places))

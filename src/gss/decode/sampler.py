@@ -7,12 +7,12 @@ the device.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
 from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from gss.ops import cpu, fast
 from gss.sampling import OPTIONS, Sampling
@@ -23,11 +23,8 @@ _CANDIDATES = 256
 _COLDEST = 1e-30
 # The largest vocabulary that one kernel of a GPU draws from.
 _LARGEST_FUSED = 32_768
-
-
 # The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 
 GREEDY = Sampling(temperature=0)
 
@@ -50,20 +47,14 @@ class Draw(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Draw":
         """The draw with a function applied to every tensor."""
-        if self.scores is None:
-            return Draw(function(self.tokens))
-        own, top, tokens = self.scores
-        return Draw(function(self.tokens), (function(own), function(top), function(tokens)))
+        mapped: Draw = tree_map_only(Tensor, function, self)
+        return mapped
 
     @staticmethod
     def join(draws: Sequence["Draw"], function: Callable[[list[Tensor]], Tensor]) -> "Draw":
         """Several draws of a kind as one, by a function of the tensors in one place."""
-        tokens = function([draw.tokens for draw in draws])
-        scores = [draw.scores for draw in draws if draw.scores is not None]
-        if not scores:
-            return Draw(tokens)
-        own, top, best = (function(list(part)) for part in zip(*scores, strict=True))
-        return Draw(tokens, (own, top, best))
+        joined: Draw = tree_map(lambda *parts: None if parts[0] is None else function(list(parts)), *draws)
+        return joined
 
 
 class Work(NamedTuple):
@@ -160,16 +151,30 @@ class Sampler:
         work = work or self.work
         if work.argmax:
             return Draw(_likeliest(logits))
-        logits = given = logits.float()
-        if work.fused and logits.device.type == "cpu" and (found := cpu.library()) is not None:
-            tokens = self._draw_in_c(found, logits, position.contiguous(), work.penalised)
-            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
-        if work.fused and fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
+        logits = logits.float()
+        tokens = self._draw_at_once(logits, position, work.penalised) if work.fused else None
+        if tokens is None:
+            tokens = self._draw_by_steps(logits, position, work)
+        return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
+
+    def _draw_at_once(self, logits: Tensor, position: Tensor, penalised: bool) -> Tensor | None:
+        """By the C function or the kernel of a GPU, where there is one."""
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if logits.device.type == "cpu" and (draw := cpu.function("gss_draw", "lllpppppp")) is not None:
+            logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
+            position, seen = position.contiguous(), self._seen if penalised else None
+            tensors = (logits, self._numbers, self._seed, position, seen, tokens)
+            draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
+            return tokens
+        if fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
             from gss.ops.gpu import sample
 
-            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-            sample.draw(logits, *self.tensors(), position, tokens, work.penalised)
-            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
+            sample.draw(logits, *self.tensors(), position, tokens, penalised)
+            return tokens
+        return None
+
+    def _draw_by_steps(self, logits: Tensor, position: Tensor, work: Work) -> Tensor:
+        """By PyTorch, which knows every option."""
         temperature, top_k, top_p, min_p, penalty = self._numbers[:, : len(logits), None]
         seen = self._seen[: len(logits)]
         if work.penalised:
@@ -188,22 +193,14 @@ class Sampler:
             tokens = torch.where(temperature == 0, tokens, drawn)
         if work.penalised:
             seen.scatter_(1, tokens, True)
-        chosen = torch.where(peak.isfinite(), tokens, -1).squeeze(1)
-        return Draw(chosen, None if work.top is None else score(given, tokens.squeeze(1), work.top))
-
-    def _draw_in_c(self, found: CDLL, logits: Tensor, position: Tensor, penalised: bool) -> Tensor:
-        logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        tensors = (logits, self._numbers, self._seed, position, self._seen if penalised else None, tokens)
-        found.gss_draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
-        return tokens
+        return torch.where(peak.isfinite(), tokens, -1).squeeze(1)
 
 
 def _likeliest(logits: Tensor) -> Tensor:
     """The likeliest token of each row of logits [B, V], −1 where they are not finite."""
     plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
-    if plain and (found := cpu.library()) is not None:
-        return torch.tensor([found.gss_largest(len(row), row.data_ptr()) for row in logits], dtype=torch.int64)
+    if plain and (largest := cpu.function("gss_largest", "lp")) is not None:
+        return torch.tensor([largest(len(row), row.data_ptr()) for row in logits], dtype=torch.int64)
     peak, tokens = logits.max(-1)
     return torch.where(peak.isfinite(), tokens, -1)
 

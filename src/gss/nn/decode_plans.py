@@ -148,11 +148,12 @@ class BlockedStateSpace(nn.Module):
         """
         read, size, length = self._block.read, self._block.size, u.shape[1]
         inputs, taps, carried = self._inputs.tensor, self.reversed_taps, self._carried.tensor
-        if taps.dtype == torch.float32 and taps.device.type == "cpu" and (found := cpu.library()) is not None:
+        plain = taps.dtype == torch.float32 and taps.device.type == "cpu"
+        if plain and (steps := cpu.function("gss_blocked_steps", "lllllppppp")) is not None:
             u = u.float().contiguous()
             y = torch.empty_like(u)
             tensors = (u, inputs, taps, carried, y)
-            found.gss_blocked_steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
+            steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
             return y, None
         inputs[:, :, read : read + length] = u.transpose(1, 2)
         with torch.autocast(u.device.type, enabled=False):

@@ -5,8 +5,9 @@ counted in blocks, and at the end of each, plans that only collect what they rea
 sequences of the batch; they join and leave between steps.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
@@ -92,27 +93,37 @@ class DecodePlan:
         raise NotImplementedError
 
 
-class GPUPlan(Protocol):
-    """One layer's weights as the kernels of a GPU read them; shared by the buffers of every batch size."""
+class GPUPlan:
+    """One layer's weights as the kernels of a GPU read them and, `on` a stream, its buffers and its launches.
 
-    def rows(self, stream: "Stream") -> "GPURows":
-        """What changes from step to step, for the rows of a stream."""
-
-
-class GPURows(Protocol):
-    """One layer's buffers for a number of rows that never changes, and its launches on them.
-
-    A CUDA graph holds the launches, so every call works on the same memory. Rows are named by their places.
+    The weights are shared by the buffers of every batch size. A CUDA graph holds the launches, so every call works on
+    the same memory. Rows are named by their places.
     """
+
+    stream: "Stream"
+
+    def on(self, stream: "Stream") -> Self:
+        """This plan with buffers for the rows of a stream."""
+        plan = copy.copy(self)
+        plan.stream = stream
+        plan.make_room(stream)
+        return plan
+
+    def make_room(self, stream: "Stream") -> None:
+        """Make the buffers."""
+        raise NotImplementedError
 
     def launch(self) -> None:
         """Read the next token of every row: from the stream, and added to it."""
+        raise NotImplementedError
 
     def fold(self, late: bool) -> None:
         """Take a full block of tokens into the state; `late`: some rows joined within the block."""
 
     def put(self, state: dict[str, Tensor], places: Tensor, block: Block) -> None:
         """Let the rows of a state begin here, in these places."""
+        raise NotImplementedError
 
     def state(self, places: Tensor, block: Block) -> dict[str, Tensor]:
         """The state of these rows, the first that joined the block, after what has been read."""
+        raise NotImplementedError

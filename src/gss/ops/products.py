@@ -107,10 +107,10 @@ def suits(packed: Packed) -> bool:
     return packed.bits in _KINDS and not packed.inputs % 32 and packed.values.is_contiguous()
 
 
-def matrix(packed: Packed, bias: Tensor | None) -> cpu.Matrix:
+def matrix(packed: Packed, bias: Tensor | None) -> ctypes.Structure:
     """A matrix as kernels.c takes it."""
     pointers = map(cpu.pointer, (packed.values, packed.scale, bias))
-    return cpu.Matrix(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
+    return cpu.MATRIX(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
@@ -118,10 +118,10 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // packed.inputs
     plain = x.device.type == "cpu" and fast.without_gradients() and not torch.is_autocast_enabled("cpu")
     few = plain and 0 < rows <= MOST_ROWS and x.dtype == torch.float32 and suits(packed)
-    if few and (found := cpu.library()) is not None:
+    if few and (found := cpu.function("gss_product", "plpp")) is not None:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], packed.outputs)
-        found.gss_product(ctypes.byref(matrix(packed, bias)), rows, x.data_ptr(), y.data_ptr())
+        found(ctypes.byref(matrix(packed, bias)), rows, x.data_ptr(), y.data_ptr())
         return y
     weight = unpacked(packed)
     if plain and rows in (1, 2) and x.dtype == weight.dtype:
