@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import gss
-from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer
-from gss.nn.recurrent_cell import StateCell
+from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer, StateCell
 from gss.nn.window_attention import SlideLayer, WindowAttention, WindowBlock, XLLayer, distance_buckets, unit
 from gss.nn.windows import Windows
 from tests.comparing import relative_error

@@ -7,7 +7,7 @@ from gss.config import StateSpaceConfig
 from gss.nn.decode_plans import BlockedStateSpace
 from gss.nn.decoding import Block
 from gss.nn.state_space import DiagonalStateSpace
-from gss.ops.recurrence import final_state
+from gss.ops.state_space import final_state
 
 
 def slow_modes(count: int) -> torch.Tensor:

@@ -20,8 +20,7 @@ from gss.model import LanguageModel
 from gss.nn.decoding import GPUPlan
 from gss.nn.gpu_plans import WIDEST, norm_pair
 from gss.nn.state import ModelState
-from gss.ops.gpu.decode_launch import Form, Stream
-from gss.ops.gpu.decode_tiles import Tiles
+from gss.ops.gpu.decode_launch import Form, Stream, Tiles
 from gss.ops.gpu.gate import ACTIVATIONS
 from gss.ops.positions import sinusoid_frequencies
 

@@ -15,7 +15,7 @@ from gss.nn.decoding import Block, DecodePlan
 from gss.nn.state import LayerState, ModelState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.state_space import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
 
 Module = TypeVar("Module", bound=nn.Module)

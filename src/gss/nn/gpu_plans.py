@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gss.nn.decoding import Block, GPUPlan
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
-from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
+from gss.ops.gpu import decode, decode_batch, decode_mixers
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
 from gss.ops.positions import rotary_frequencies
-from gss.ops.recurrence import carried_output, carried_state, final_state
+from gss.ops.state_space import carried_output, carried_state, final_state
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
@@ -92,7 +92,7 @@ class GSSPlan(GPUPlan):
         precision = stream.tiles.fold_precision
         if triton.knobs.runtime.interpret:  # the interpreter knows no bf16x3
             precision = "ieee"
-        decode_fold.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
+        decode_mixers.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
             self._modes, self._mixing.inputs, stream.joined, self.power, self.into, self.planes, self.out_of,
             self._mixing.carried, stream.batch * H, H, N, W, late,
             W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
@@ -156,7 +156,7 @@ class AttentionPlan(GPUPlan):
         stream.product(self.norm, self.query_key_value, self._projected, "none")
         tile = stream.tiles.attend
         unused = self._length
-        decode_attention.attend[(stream.batch * self.heads, self._slices)](
+        decode_mixers.attend[(stream.batch * self.heads, self._slices)](
             self._projected, *(self.scales or (unused, unused)), unused if self.frequency is None else self.frequency,
             self._keys, self._values, self._length, self._attended, self._peak, self._total,
             self.head_width**-0.5, stream.form.epsilon, self.heads, self.head_width, self.kept, self._slice,
@@ -166,7 +166,7 @@ class AttentionPlan(GPUPlan):
         if stream.batch == 1:
             tile, (E, across) = stream.tiles.attended_one, self.output[0].shape
             rows = tile.rows_of(across)
-            decode_attention.attended_output_one[(triton.cdiv(E, rows),)](
+            decode_mixers.attended_output_one[(triton.cdiv(E, rows),)](
                 self._attended, self._peak, self._total, *self.output, stream.x,
                 E, self.heads, self.head_width, self._slices,
                 COLUMNS=pad(across), SLICES_PAD=pad(self._slices), ROWS=rows, **stream.launch(tile),
@@ -221,7 +221,7 @@ class GSS2Plan(GPUPlan):
     def launch(self) -> None:
         stream = self.stream
         stream.product(self.norm, self.projections, self._projected, "none")
-        decode_keyed.keyed_step[(stream.batch * self.heads,)](
+        decode_mixers.keyed_step[(stream.batch * self.heads,)](
             self._projected, self._recent, self.taps, self._modes, self.step, self.energy, self.skip, self.scale,
             self._gated, (2 * self.modes) ** -0.5, self.heads, self.modes, self.values, len(self.taps),
             N_PAD=pad(self.modes), D_PAD=pad(self.values), **stream.launch(),
@@ -250,7 +250,7 @@ class FeedForwardPlan:
         stream.product(self.norm, self.inner, hidden, "none" if self.gated else activation)
         if self.gated:
             both, hidden = hidden, stream.scratch("gated hidden", F)
-            decode_keyed.gate_hidden[(triton.cdiv(F, 256), stream.batch)](
+            decode_mixers.gate_hidden[(triton.cdiv(F, 256), stream.batch)](
                 both, hidden, F, activation, COLUMNS=256, **stream.launch()
             )
         stream.add(hidden, self.outer)

@@ -17,9 +17,7 @@ from gss.nn.decoding import Block, DecodePlan
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.ops import fast
-from gss.ops.convolution import convolve
-from gss.ops.kernel import discretize, eigenvalues, kernel
-from gss.ops.recurrence import carried_output, final_state, step, transition
+from gss.ops.state_space import carried_output, convolve, discretize, eigenvalues, final_state, kernel, step, transition
 
 
 class StateSpace(nn.Module):

@@ -1,4 +1,4 @@
-"""Causal convolution in one pass over the signal: the fast path of `gss.ops.convolution` in reduced precision.
+"""Causal convolution in one pass over the signal: the fast path of `gss.ops.state_space` in reduced precision.
 
 An FFT library writes and reads the signal's spectrum in float32 several times over. Here one program takes a whole
 row, transforms it, multiplies, transforms it back and writes it once. The transforms are matrix products on tensor
