@@ -113,18 +113,9 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        return stream_text(
-            self.model,
-            self.tokenizer,
-            prompt,
-            max_tokens=max_tokens,
-            sampling=Sampling(**sampling),
-            seed=seed,
-            stop=stop,
-            state=state,
-            precision=resolved(precision, self.model),
-            speculate=speculate,
-        )
+        options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
+        drawing = {"sampling": Sampling(**sampling), "precision": precision}
+        return stream_text(self.model, self.tokenizer, prompt, **options, **drawing)
 
     def read(
         self,

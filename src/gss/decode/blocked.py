@@ -14,7 +14,7 @@ from torch import Tensor
 from gss.decode.lookup import Lookup
 from gss.decode.sampler import Draw, Sampler, Settings, Work
 from gss.model import LanguageModel
-from gss.nn.decode_plans import ForwardPlan, replaced
+from gss.nn.decode_plans import replaced
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.quantized import packed_twin
 from gss.nn.state import ModelState
@@ -142,7 +142,7 @@ class Decoder(BlockedDecoder):
         self._block.join(state.batch)
         self._position = state.position
         self._plans: list[DecodePlan] = [
-            layer.decode_plan(held, self._block) or ForwardPlan(layer, held)
+            layer.decode_plan(held, self._block) or DecodePlan(layer, held)
             for layer, held in zip(model.sequence_layers(), state.layers, strict=True)
         ]
         self._sampler = Sampler(model.config.vocab_size, device, [Settings()] * state.batch)

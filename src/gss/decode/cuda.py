@@ -60,12 +60,9 @@ class _Room:
     def __init__(self, form: Form, layers: Sequence[GPUPlan], batch: int, head: Tensor) -> None:
         vocab_size, device = len(head), head.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self.stream = Stream(form, batch, Tiles.for_batch(batch, capability), device)
+        self.stream = Stream(form, batch, vocab_size, Tiles.for_batch(batch, capability), device)
         self.layers = [plan.on(self.stream) for plan in layers]
         self.sampler = Sampler(vocab_size, device, [], capacity=batch)
-        self.logits = self.stream.room(batch, vocab_size)
-        self.best = self.stream.room(batch, self.stream.head_tiles(vocab_size))
-        self.best_token = self.stream.room(*self.best.shape, dtype=torch.int32)
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Draw]] = {}
 
 
@@ -108,7 +105,7 @@ class GraphDecoder(BlockedDecoder):
     def step(self, tokens: Tensor) -> Tensor:
         self._set_tokens(tokens)
         self._advance(1, None)
-        return self._room.logits[self._index]
+        return self._room.stream.logits[self._index]
 
     @torch.no_grad()
     def state(self) -> ModelState:
@@ -204,11 +201,11 @@ class GraphDecoder(BlockedDecoder):
             stream.embed(self._embedding, self._wavenumber, early=step > 0 and not drawn)
             for layer in room.layers:
                 layer.launch()
-            stream.head(self._norm, self._head, room.logits, room.best, room.best_token)
+            stream.head(self._norm, self._head)
             if work is None or work.argmax:
-                stream.choose(room.best, room.best_token, tokens[step])
+                stream.choose(tokens[step])
             else:
-                drawn.append(room.sampler.draw(room.logits, stream.position, work))
+                drawn.append(room.sampler.draw(stream.logits, stream.position, work))
                 stream.tokens.copy_(drawn[-1].tokens)
         return Draw.join(drawn, torch.stack) if drawn else Draw(tokens)
 

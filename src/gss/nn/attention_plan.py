@@ -151,7 +151,7 @@ class AttentionPlan(DecodePlan):
 
     def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
         """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
-        buffers = [_with_room(tensor, room) for tensor in tensors]
+        buffers = [F.pad(tensor, (0, 0, 0, room - tensor.shape[2])).contiguous() for tensor in tensors]  # copies
         if room in self._caches:
             self._caches[room].add(rows, *buffers)
         else:
@@ -166,9 +166,3 @@ class AttentionPlan(DecodePlan):
                 rows = [cache.rows[slot] for slot in full]
                 self._put(min(2 * room, self._most), rows, *(held.tensor[full] for held in cache.buffers))
                 self._keep({row: row for row in cache.rows if row not in rows}, [room])
-
-
-def _with_room(cache: Tensor, room: int) -> Tensor:
-    larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
-    larger[:, :, : cache.shape[2]] = cache
-    return larger

@@ -210,7 +210,7 @@ class RecurrentStack(SequenceLayer):
     @across_ranks(in_turn)
     @each_document_alone
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
-        windows = Windows(self.window, x.shape[1], state and state["length"])
+        windows = Windows(self.window, x.shape[1], state["length"] if state else None)
         vectors, tokens = self._start(x.shape[0], state), windows.spread(x)
         parts, blocks = windows.parts, self._blocks()
         nothing = x.new_zeros(()).expand(x.shape[0], 2 * self.window, blocks[0].heads, blocks[0].head_width)

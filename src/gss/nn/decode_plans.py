@@ -1,7 +1,7 @@
 """How layers decode: plans that read one token after another, without gradients, on any device.
 
 A plan starts from a state, changes its own copies in place, and gives the state back at any time: between two steps it
-is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`ForwardPlan`). Rows may join and
+is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`DecodePlan`). Rows may join and
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.decoding import Block, DecodePlan
-from gss.nn.state import LayerState, ModelState, SequenceLayer
+from gss.nn.state import LayerState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
 from gss.ops.state_space import carried_output, final_state, transition
@@ -44,27 +44,6 @@ class Rows:
             places, sources = (list(side) for side in zip(*moved, strict=True))
             self._room[places] = self._room[sources]
         self.tensor = self._room[: len(rows)]
-
-
-class ForwardPlan(DecodePlan):
-    """Any layer, by its own contract."""
-
-    def __init__(self, layer: SequenceLayer, state: LayerState) -> None:
-        self._layer, self._state = layer, state
-
-    def step(self, x: Tensor) -> Tensor:
-        y, self._state = self._layer(x, self._state)
-        return y
-
-    def state(self) -> LayerState:
-        return self._state
-
-    def join(self, state: LayerState) -> None:
-        position = torch.zeros(0, dtype=torch.int64)  # not this layer's to know
-        self._state = ModelState.join([ModelState(position, (each,)) for each in (self._state, state)]).layers[0]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
 
 
 class StateSpacePlan(DecodePlan):

@@ -237,8 +237,9 @@ class WindowLayer(SequenceLayer):
     ) -> tuple[Tensor, LayerState]:
         """What each token attends to, from queries, keys and values, all [B, L, h, d]; and the state after them."""
         queries, keys, values = projected
-        windows = Windows(self.block.attention.window, queries.shape[1], state and state["length"])
-        keys, values = windows.join(state and state["keys"], keys), windows.join(state and state["values"], values)
+        cached: dict[str, Tensor | None] = {**state} if state else dict.fromkeys(self.state_slots())
+        windows = Windows(self.block.attention.window, queries.shape[1], cached["length"])
+        keys, values = windows.join(cached["keys"], keys), windows.join(cached["values"], values)
         attended = windows.collect(self.block.attention.in_windows(windows.spread(queries), keys, values, windows))
         if not keep_state:
             return attended, {}

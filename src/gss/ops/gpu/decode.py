@@ -16,8 +16,8 @@ gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain fr
 3. `output_one`: output product, added to the residual stream.
 
 A Transformer block is `product_one`, the two kernels of attention (`decode_mixers`), `product_one` and `output_one`. At
-the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and the state
-are float32; only the weights are bfloat16.
+the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and
+the state are float32; only the weights are bfloat16.
 """
 
 import triton

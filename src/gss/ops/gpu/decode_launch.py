@@ -124,9 +124,9 @@ class Mixing(NamedTuple):
 
 
 class Stream:
-    """The residual stream x [B, E] with its counters, and scratch memory that layers take turns to use."""
+    """The residual stream x [B, E], its counters, the logits [B, V], and scratch memory that layers use in turn."""
 
-    def __init__(self, form: Form, batch: int, tiles: Tiles, device: torch.device) -> None:
+    def __init__(self, form: Form, batch: int, vocab_size: int, tiles: Tiles, device: torch.device) -> None:
         self.form, self.batch, self.tiles, self.device = form, batch, tiles, device
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._pending: tuple[Tensor, int] | None = None  # a product's bias and its partial sums, still to be added
@@ -137,6 +137,10 @@ class Stream:
         self.joined = self.room(batch, dtype=torch.int32)  # where in the block each row came
         self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=torch.bfloat16)
         self._partial = self.room(tiles.splits, batch, form.width)
+        self.logits = self.room(batch, vocab_size)
+        head_rows = tiles.head_one.rows_of(form.width) if batch == 1 else tiles.head_many.rows
+        self._best = self.room(batch, triton.cdiv(vocab_size, head_rows))  # the largest of each tile of logits
+        self._best_token = self.room(*self._best.shape, dtype=torch.int32)
 
     @property
     def between(self) -> torch.dtype:
@@ -149,7 +153,7 @@ class Stream:
         return self.counters[0]
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros of one's own."""
+        """A new tensor of zeros."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -223,14 +227,14 @@ class Stream:
         )  # fmt: skip
         self._pending = dense[1], slices
 
-    def head(self, norm: Pair, weight: Tensor, logits: Tensor, best: Tensor, best_token: Tensor) -> None:
-        """Logits [B, V] of the normed stream, and the largest of each tile with its token; the step is over."""
-        form, (V, E) = self.form, weight.shape
+    def head(self, norm: Pair, weight: Tensor) -> None:
+        """The logits of the normed stream, and the largest of each tile with its token; the step is over."""
+        form, (V, E), out = self.form, weight.shape, (self.logits, self._best, self._best_token)
         if self.batch == 1:
             tile = self.tiles.head_one
             rows = tile.rows_of(E)
             decode.head_one[(triton.cdiv(V, rows),)](
-                self.x, *norm, weight, logits, best, best_token, form.epsilon, form.head_scale, V, E, form.centred,
+                self.x, *norm, weight, *out, form.epsilon, form.head_scale, V, E, form.centred,
                 E_PAD=pad(E), ROWS=rows, **self.launch(tile),
             )  # fmt: skip
             return
@@ -238,20 +242,15 @@ class Stream:
         columns = tile.columns_of(self.batch)
         self._add_and_norm(norm, None, factor=form.head_scale)
         decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(self.batch, columns))](
-            self.normed, weight, logits, best, best_token,
-            self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
+            self.normed, weight, *out, self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+            **self.launch(tile),
         )  # fmt: skip
 
-    def head_tiles(self, vocab_size: int) -> int:
-        """How many tiles `head` cuts a vocabulary into."""
-        tiles, E = self.tiles, self.form.width
-        return triton.cdiv(vocab_size, tiles.head_one.rows_of(E) if self.batch == 1 else tiles.head_many.rows)
-
-    def choose(self, best: Tensor, best_token: Tensor, out: Tensor) -> None:
+    def choose(self, out: Tensor) -> None:
         """The likeliest tokens, from the tiles' of `head`: the next step's `tokens`, and a copy in `out` [B]."""
-        tiles = best.shape[1]
+        tiles = self._best.shape[1]
         decode.choose_next[(self.batch,)](
-            best, best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
+            self._best, self._best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
         )
 
     def launch(self, tile: Tile | None = None, early: bool = True) -> dict[str, Any]:

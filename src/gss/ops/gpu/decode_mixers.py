@@ -16,8 +16,8 @@ of its state [2N, D] in place, its output, normed and gated. What a step costs i
 the presets' sizes 64 KB per head, and the products around it.
 
 **The fold** of a block of W inputs into the states of a GSS layer, and what the new states give the next block's
-outputs (`final_state` and `carried_output` of `gss.ops.state_space` at once), for eigenvalues that all channels share: with
-a = exp(log Ā),
+outputs (`final_state` and `carried_output` of `gss.ops.state_space` at once), for eigenvalues that all channels share:
+with a = exp(log Ā),
 
     s ← a^W s + Σ_j a^(W−1−j) u_j          carried_k = Re Σ_n C_n a_n^(k+1) s_n,   k < W
 
