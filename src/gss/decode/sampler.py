@@ -25,6 +25,7 @@ _COLDEST = 1e-30
 _LARGEST_FUSED = 32_768
 # The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_EFFECTS = {name: option.metadata["effect"] for name, option in OPTIONS.items() if option.metadata["effect"]}
 
 GREEDY = Sampling(temperature=0)
 
@@ -64,7 +65,8 @@ class Work(NamedTuple):
     """
 
     greedy: bool
-    floored: bool
+    effects: tuple[str, ...]
+    """The options with an effect of their own (`gss.sampling`) that some row sets."""
     narrowed: bool
     penalised: bool
     fused: bool
@@ -100,7 +102,7 @@ class Sampler:
         self._seen = torch.zeros(capacity, vocab_size, dtype=torch.bool)
         for row, (sampling, seed, _) in enumerate(rows):
             values = {**asdict(sampling), "top_k": min(sampling.top_k or vocab_size, vocab_size)}
-            values |= {"top_p": sampling.top_p or 1, "min_p": sampling.min_p or 0}
+            values["top_p"] = sampling.top_p or 1
             self._numbers[:, row] = torch.tensor([value or 0 for value in values.values()], dtype=torch.float64)
             self._seed[row] = (seed + 2**63) % 2**64 - 2**63
             if sampling.repetition_penalty != 1 and read:
@@ -116,12 +118,13 @@ class Sampler:
         """What a draw has to do for the rows."""
         samplings = [row.sampling for row in self.rows]
         scored = [row.logprobs for row in self.rows if row.logprobs is not None]
+        effects = tuple(name for name in _EFFECTS if any(getattr(s, name) != OPTIONS[name].default for s in samplings))
         return Work(
             all(sampling.temperature == 0 for sampling in samplings),
-            any(sampling.min_p for sampling in samplings),
+            effects,
             any(sampling.top_k or sampling.top_p for sampling in samplings),
             any(sampling.repetition_penalty != 1 for sampling in samplings),
-            all(getattr(s, name) == OPTIONS[name].default for s in samplings for name in OPTIONS if name not in _FUSED),
+            all(name in _FUSED for name in effects),
             max((0 if not most else 1 << (most - 1).bit_length() for most in scored), default=None),
         )
 
@@ -175,18 +178,18 @@ class Sampler:
 
     def _draw_by_steps(self, logits: Tensor, position: Tensor, work: Work) -> Tensor:
         """By PyTorch, which knows every option."""
-        temperature, top_k, top_p, min_p, penalty = self._numbers[:, : len(logits), None]
-        seen = self._seen[: len(logits)]
+        numbers = dict(zip(OPTIONS, self._numbers[:, : len(logits), None], strict=True))
+        seen, temperature, penalty = self._seen[: len(logits)], numbers["temperature"], numbers["repetition_penalty"]
         if work.penalised:
             factor = torch.where(logits > 0, 1 / penalty, penalty).float()
             logits = torch.where(seen, logits * factor, logits)
         peak, tokens = logits.max(-1, keepdim=True)
         if not work.greedy:
             weight = ((logits - peak) / temperature.clamp(min=_COLDEST).float()).exp()  # the likeliest has 1
-            if work.floored:
-                weight = torch.where(weight < min_p.float(), 0, weight)
+            for name in work.effects:
+                weight = _EFFECTS[name](weight, numbers[name])
             if work.narrowed:
-                weight = _narrowed(weight, top_k, top_p)
+                weight = _narrowed(weight, numbers["top_k"], numbers["top_p"])
             reached = weight.cumsum(-1, dtype=torch.float64)
             target = uniform(self._seed[: len(logits)], position).unsqueeze(1) * reached[:, -1:]
             drawn = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
