@@ -65,7 +65,7 @@ class BlockedDecoder:
         return parts[0] if len(parts) == 1 else Draw.join(parts, torch.cat)
 
     def advance(self) -> Draw:
-        """As many further tokens of each row as are cheap at once: at least one."""
+        """At least one further token of each row: as many as come at little extra cost."""
         return self.generate(self.stride)
 
     def state(self) -> ModelState:
@@ -107,7 +107,7 @@ class BlockedDecoder:
         raise NotImplementedError
 
     def _advance(self, count: int, work: Work) -> Draw:
-        """Some of `count` steps, and what the sampler drew in them."""
+        """Take some of `count` steps: what the sampler drew in them."""
         raise NotImplementedError
 
     def _fold(self) -> None:

@@ -229,15 +229,15 @@ class RecurrentStack(SequenceLayer):
         }
         outputs = []
         for part, work in zip(parts, works, strict=True):
-            # Of strides that do not say how long the piece was: a graph is kept for each.
+            # Contiguous, so that the strides do not depend on the piece's length: each would get a graph of its own.
             hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
             memory = work.read(self.cell, vectors)
-            previous = windows.has_previous(part)
+            previous, kept = windows.has_previous(part), windows.kept(part, given)
             before = [run[-1] if previous is not False else None for run in runs]
             some = previous if isinstance(previous, Tensor) else None
             for i, block in enumerate(blocks):
                 bias = biases[part.stop - part.start][i]
-                window = (hidden, (memory.keys, memory.values), bias, before[i], some, windows.kept(part, *given[i]))
+                window = (hidden, (memory.keys, memory.values), bias, before[i], some, kept[i])
                 hidden, own = work.through(block, weights[i], *window)
                 runs[i] = [*runs[i][-2:], own]  # a row that stands late in its window needs two of those before
             outputs.append(hidden)
@@ -253,8 +253,8 @@ class RecurrentStack(SequenceLayer):
         after: LayerState = {"vectors": vectors}
         needed = 1 + len(parts) - windows.done // self.window  # windows that the next piece may look at
         for i, run in enumerate(runs):
-            kept = (windows.remaining(torch.cat(each, dim=1)) for each in zip(*run[-needed:], strict=True))
-            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in kept)
+            left = (windows.remaining(torch.cat(each, dim=1)) for each in zip(*run[-needed:], strict=True))
+            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in left)
         return y, {**after, "length": windows.read(x)}
 
     def _work(self, windows: Windows, part: slice) -> _Work:

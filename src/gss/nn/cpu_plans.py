@@ -89,7 +89,8 @@ class CompiledGSSPlan(StateSpacePlan):
         self._struct = cpu.structure(*norms, *matrices, cpu.ACTIVATIONS[layer.activation], block.size, taps)
 
     def step(self, x: Tensor) -> Tensor:
-        y = _call("gss_layer", "lpp", self._struct, x, self._block.read, *self._space.buffers_of_rows())
+        space = self._space
+        y = _call("gss_layer", "lpp", self._struct, x, self._block.read, space.inputs.tensor, space.carried.tensor)
         return super().step(x) if y is None else y
 
 

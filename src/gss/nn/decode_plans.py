@@ -97,10 +97,10 @@ class BlockedStateSpace(nn.Module):
 
     Within a block the output is what the state at the block's start still adds, computed for the whole block at
     once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
-    state. Exact, in the state's precision under autocast too, and of the state's memory traffic one part in a block's
-    size is left. A row that joins in the middle of a block has zeros for the inputs that it missed, and its state
-    counts from where it joined. The modes are float64 from fold to fold: inputs whose mean is not 0 round the same way
-    each time, and millions of tokens would add that up.
+    state. This is exact, and in the state's precision even under autocast; a block of W tokens reads and writes the
+    state once instead of W times. A row that joins in the middle of a block has zeros for the inputs that it missed,
+    and its state counts from where it joined. Between folds the modes are kept in float64: inputs whose mean is not 0
+    round the same way each time, and over millions of tokens the error would add up.
     """
 
     def __init__(self, space: DiagonalStateSpace, modes: Tensor, block: Block) -> None:
@@ -116,8 +116,8 @@ class BlockedStateSpace(nn.Module):
             self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
             self._readout = self._readout * transition(self._log_a, self._readout.dtype)
         self._modes = Rows(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
-        self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
-        self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
+        self.inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
+        self.carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
         self._carry()
 
     def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -126,7 +126,7 @@ class BlockedStateSpace(nn.Module):
         The tokens are within the block; L is 1, or more where tokens are read ahead.
         """
         read, size, length = self._block.read, self._block.size, u.shape[1]
-        inputs, taps, carried = self._inputs.tensor, self.reversed_taps, self._carried.tensor
+        inputs, taps, carried = self.inputs.tensor, self.reversed_taps, self.carried.tensor
         plain = taps.dtype == torch.float32 and taps.device.type == "cpu"
         if plain and (steps := cpu.function("gss_blocked_steps", "lllllppppp")) is not None:
             u = u.float().contiguous()
@@ -139,10 +139,6 @@ class BlockedStateSpace(nn.Module):
             ends = range(read + 1, read + length + 1)
             parts = [torch.einsum("bhw,hw->bh", inputs[:, :, :end], taps[:, size - end :]) for end in ends]
             return torch.stack(parts, dim=1) + carried[:, read : read + length], None
-
-    def buffers_of_rows(self) -> tuple[Tensor, Tensor]:
-        """The inputs of the block so far, and what the state at its start adds to its outputs."""
-        return self._inputs.tensor, self._carried.tensor
 
     def fold(self) -> None:
         """Move on to the next block."""
@@ -163,17 +159,17 @@ class BlockedStateSpace(nn.Module):
         modes = torch.view_as_complex(modes)
         read, count = self._block.read, len(modes)
         self._modes.add(modes)
-        self._inputs.add(self._inputs.tensor.new_zeros(count, *self._inputs.tensor.shape[1:]))
-        self._carried.add(self._carried.tensor.new_zeros(count, *self._carried.tensor.shape[1:]))
-        self._carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
+        self.inputs.add(self.inputs.tensor.new_zeros(count, *self.inputs.tensor.shape[1:]))
+        self.carried.add(self.carried.tensor.new_zeros(count, *self.carried.tensor.shape[1:]))
+        self.carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        for held in (self._modes, self._inputs, self._carried):
+        for held in (self._modes, self.inputs, self.carried):
             held.keep(rows)
 
     def _carry(self) -> None:
-        self._carried.tensor.copy_(self._output_of(self._modes.tensor, self._block.size))
+        self.carried.tensor.copy_(self._output_of(self._modes.tensor, self._block.size))
 
     def _output_of(self, modes: Tensor, length: int) -> Tensor:
         """What states add to the next outputs: [B, L, H]."""
@@ -187,7 +183,7 @@ class BlockedStateSpace(nn.Module):
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """The block until now: what it leaves of the state at its start, in float64, and what it adds: [B, H, N]."""
         block = self._block
-        signal = self._inputs.tensor[:, :, : block.read]
+        signal = self.inputs.tensor[:, :, : block.read]
         with torch.autocast(signal.device.type, enabled=False):
             if self._table is None:
                 added = final_state(signal.transpose(1, 2), self._log_a, None)

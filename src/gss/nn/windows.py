@@ -5,6 +5,8 @@ zeros beyond. A piece of any length is laid out after what its row has read; row
 their windows. Knows indices alone: nothing of attention, parameters or what the slots hold.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,16 +60,17 @@ class Windows:
         room = sized(cached.to(new.dtype), self.window + self.slots)
         return room.scatter(1, expand_index(self.index + self.window, new), new)
 
-    def kept(self, part: slice, *caches: Tensor) -> tuple[Tensor, ...] | None:
+    def kept(self, part: slice, caches: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...] | None]:
         """Which of a window's slots the piece fills, [B, slots, 1, 1], and what caches [B, 2W, …] hold in all of them.
 
-        None where the piece fills them all.
+        For each group of caches; None where the piece fills all slots.
         """
         if self.index is None:
-            return None
+            return [None] * len(caches)
         slot = torch.arange(part.start, part.stop, device=self.index.device)
         fresh = ((slot >= self.index[:, :1]) & (slot <= self.index[:, -1:]))[:, :, None, None]
-        return fresh, *(sized(cached[:, self.window + part.start :], len(slot)) for cached in caches)
+        start = self.window + part.start
+        return [(fresh, *(sized(cached[:, start:], len(slot)) for cached in group)) for group in caches]
 
     def remaining(self, joined: Tensor) -> Tensor:
         """The cache after the piece, [B, 2W, …], from [B, W + slots, …] without the slots that are done with.

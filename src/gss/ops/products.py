@@ -2,7 +2,7 @@
 
 A product of a few rows reads its whole matrix for a few operations, so a decode step takes as long as reading the
 weights does, and half the bytes are twice the speed. On a CPU, `linear` does it in C at the speed of memory
-(`gss.ops.cpu`); elsewhere, and for many rows, the weights are unpacked and multiplied as ever.
+(`gss.ops.cpu`); elsewhere, and for many rows, the weights are unpacked and multiplied as usual.
 
 8 and 4 bits are integers with a scale for every 64 inputs of an output. They lie in tiles of 16 outputs and, within
 one, in slices of 4 inputs, so that a vector register holds one slice; 4-bit slices share their bytes in pairs. In C
