@@ -75,14 +75,14 @@ def test_a_sliding_window_is_exactly_the_tokens_before() -> None:
 def test_queries_and_keys_have_length_one() -> None:
     block = stirred(WindowBlock(config(), reads_state=True))
     x = torch.randn(2, 5, 16).double()
-    queries, keys, _, state_queries = block.project(x)
+    queries, keys, _, state_queries = block.scaled(block.project(x))
     assert torch.allclose(keys.norm(dim=-1), torch.ones(2, 5, 2).double())
     assert torch.allclose(queries.norm(dim=-1), block.attention.scale.abs().expand(2, 5, 2))
     assert torch.allclose(state_queries.norm(dim=-1), block.state_scale.abs().expand(2, 5, 2))
     with torch.no_grad():
         block.projection.weight[:32] *= 7  # Q and K
-    assert relative_error(block.project(x)[1], keys) < 1e-12
-    assert relative_error(block.project(x)[0], queries) < 1e-12
+    assert relative_error(block.scaled(block.project(x))[1], keys) < 1e-12
+    assert relative_error(block.scaled(block.project(x))[0], queries) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [SlideLayer, XLLayer])

@@ -117,7 +117,7 @@ class BlockedDecoder:
     def _count(self, steps: int) -> None:
         """Note that every row has read so many tokens; at the end of a block, begin the next."""
         self._block.read += steps
-        if self._block.full:
+        if self._block.read == self._block.size:
             self._fold()
             self._block.begin()
 

@@ -218,17 +218,13 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Numbers in [0, 1) of float64 for seeds and counters, int64 each: a hash with all bits of both, SplitMix64's."""
-    return ((_mixed(_mixed(seed + _signed(0x9E3779B97F4A7C15)) + counter) >> 12) & (1 << 52) - 1) * 2.0**-52
+    return ((_mixed(_mixed(seed - 0x61C8864680B583EB) + counter) >> 12) & (1 << 52) - 1) * 2.0**-52
 
 
 def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & (1 << 33) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64
 
 
 def _narrowed(weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

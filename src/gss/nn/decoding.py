@@ -31,11 +31,6 @@ class Block:
         """How many rows there are."""
         return len(self.joined)
 
-    @property
-    def full(self) -> bool:
-        """Whether it is time to fold the block into the state."""
-        return self.read == self.size
-
     def join(self, rows: int) -> None:
         """Let rows in; the first ones begin a block."""
         if not self.joined:

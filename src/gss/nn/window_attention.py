@@ -167,15 +167,15 @@ class WindowBlock(nn.Module):
         self.output = dense(inner * (2 if reads_state else 1), config.width, config, last=True)
         self.feedforward = FeedForward(config)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values and, with `reads_state`, its queries, [B, L, h, d] each, of tokens [B, L, E].
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys, values and, with `reads_state`, its queries of tokens [B, L, E]: [B, L, 3 or 4, h, d]."""
+        return self.projection(self.dropout(self.norm(x))).unflatten(-1, (-1, self.heads, self.head_width))
 
-        Queries are scaled, and keys have length 1.
-        """
-        projected = self.projection(self.dropout(self.norm(x)))
-        queries, keys, values, *second = projected.unflatten(-1, (-1, self.heads, self.head_width)).unbind(2)
-        state_queries = [unit(query, self.state_scale) for query in second]
-        return unit(queries, self.attention.scale).to(values.dtype), unit(keys).to(values.dtype), values, *state_queries
+    def scaled(self, projected: Tensor) -> list[Tensor]:
+        """What `project` gives, apart: [B, L, h, d] each. Queries are scaled, and keys have length 1."""
+        queries, keys, values, *second = projected.unbind(2)
+        queries, keys = unit(queries, self.attention.scale).to(values.dtype), unit(keys).to(values.dtype)
+        return [queries, keys, values, *(unit(query, self.state_scale) for query in second)]
 
     def forward(
         self,
@@ -190,7 +190,7 @@ class WindowBlock(nn.Module):
 
         `before` and `previous` are as in `in_window`, `kept` as `Windows.kept` gives it.
         """
-        queries, keys, values, state_queries = self.project(x)
+        queries, keys, values, state_queries = self.scaled(self.project(x))
         if kept is not None:
             fresh, old_keys, old_values = kept
             keys, values = (
@@ -233,10 +233,10 @@ class WindowLayer(SequenceLayer):
     @across_ranks(by_recent)
     @each_document_alone
     def _attend(
-        self, projected: tuple[Tensor, ...], state: LayerState | None = None, keep_state: bool = True
+        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
-        """What each token attends to, from queries, keys and values, all [B, L, h, d]; and the state after them."""
-        queries, keys, values = projected
+        """What each token attends to, [B, L, h, d], from the block's projections; and the state after them."""
+        queries, keys, values = self.block.scaled(projected)
         cached: dict[str, Tensor | None] = {**state} if state else dict.fromkeys(self.state_slots())
         windows = Windows(self.block.attention.window, queries.shape[1], cached["length"])
         keys, values = windows.join(cached["keys"], keys), windows.join(cached["values"], values)

@@ -143,11 +143,6 @@ class Stream:
         self._best_token = self.room(*self._best.shape, dtype=torch.int32)
 
     @property
-    def between(self) -> torch.dtype:
-        """The precision of activations between kernels."""
-        return torch.float32 if self.batch == 1 else torch.bfloat16
-
-    @property
     def position(self) -> Tensor:
         """Tokens that each row has read, [B]."""
         return self.counters[0]
@@ -157,10 +152,14 @@ class Stream:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same."""
+        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same.
+
+        Activations between kernels are float32 for one row and bfloat16 for several, unless `dtype` says otherwise.
+        """
         key = (name, shape, dtype)
         if key not in self._scratch:
-            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or self.between)
+            between = torch.float32 if self.batch == 1 else torch.bfloat16
+            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or between)
         return self._scratch[key]
 
     def counter(self) -> Tensor:
