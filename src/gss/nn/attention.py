@@ -108,9 +108,9 @@ class TransformerBlock(SequenceLayer):
         return (CompiledAttentionPlan if CompiledAttentionPlan.fits(self) else AttentionPlan)(self, state)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
-        from gss.nn import gpu_plans
+        from gss.nn.gpu_plans import TransformerPlan
 
-        return gpu_plans.AttentionPlan(self) if gpu_plans.AttentionPlan.fits(self) else None
+        return TransformerPlan(self) if TransformerPlan.fits(self) else None
 
     # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
     # keys and values of past and new tokens together, as far as later ones may need them.

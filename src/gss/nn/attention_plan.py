@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gss.nn.decode_plans import Rows
+from gss.nn.decode_plans import RowBuffer
 from gss.nn.decoding import DecodePlan, without_gaps
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
@@ -30,7 +30,7 @@ class _Cache:
 
     def __init__(self, rows: list[int], *buffers: Tensor) -> None:
         self.rows = rows
-        self.buffers = [Rows(buffer) for buffer in buffers]
+        self.buffers = [RowBuffer(buffer) for buffer in buffers]
 
     def add(self, rows: list[int], *buffers: Tensor) -> None:
         """Put rows after those that are there."""

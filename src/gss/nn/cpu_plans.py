@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.attention_plan import AttentionPlan
-from gss.nn.decode_plans import Rows, StateSpacePlan
+from gss.nn.decode_plans import RowBuffer, StateSpacePlan
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
@@ -101,8 +101,8 @@ class CompiledGSS2Plan(DecodePlan):
         self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
         # Both are those after the first token of a step; those after the others follow, of a row alone.
-        self._states = Rows(state["modes"].clone())
-        self._recent = Rows(self._after_one(state["recent"]))
+        self._states = RowBuffer(state["modes"].clone())
+        self._recent = RowBuffer(self._after_one(state["recent"]))
         self._ahead = state["modes"].new_empty(0)
         rate = space.rate()
         self._factor = torch.stack(matrix_state.powers(rate, 1)).float().contiguous()  # [2, h, N]

@@ -21,7 +21,7 @@ from gss.ops.vandermonde import powers
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Rows:
+class RowBuffer:
     """A tensor of its own whose rows (dimension 0) come and go in place: room is left, and few rows are moved."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -115,9 +115,9 @@ class BlockedStateSpace(nn.Module):
             real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
             self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
             self._readout = self._readout * transition(self._log_a, self._readout.dtype)
-        self._modes = Rows(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
-        self.inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
-        self.carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
+        self._modes = RowBuffer(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
+        self.inputs = RowBuffer(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
+        self.carried = RowBuffer(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
         self._carry()
 
     def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -118,7 +118,7 @@ class GSSPlan(GPUPlan):
         return {"modes": torch.view_as_real(modes)}
 
 
-class AttentionPlan(GPUPlan):
+class TransformerPlan(GPUPlan):
     """A Transformer block that attends on chunks or over a sliding window."""
 
     def __init__(self, layer: "TransformerBlock") -> None:
