@@ -171,7 +171,7 @@ class TextPieces:
 
 
 def _whole(text: str) -> int:
-    """How much of a text stays as it is: a mark of unknown bytes at its end may yet become a character of up to 4."""
+    """How many characters are final: up to 3 replacement marks at the end may yet become one character."""
     return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
@@ -198,5 +198,5 @@ class StopStrings:
         return held[:shown]
 
     def rest(self) -> str:
-        """What was held back and no stop string followed."""
+        """What was held back, at the end, when no stop string came of it."""
         return "" if self.ended else self._held

@@ -167,7 +167,7 @@ def load(
     Without a run, or as "box", it is the model that comes with the package. A folder that `gss export` wrote is read
     as well. With a `state`, or a file of one, every text starts from there.
     `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
-    does the same once and for all. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
+    writes such a model to disk. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -198,7 +198,7 @@ def run_folder(run: str | Path | None) -> Path:
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
     """Write a run folder with a run's model, its matrices packed as bf16, int8 or int4; `load` reads it as any other.
 
-    Nothing else of the run is kept than its configuration, its vocabulary and which data it saw.
+    Of the run, only its configuration, its vocabulary and the record of its data are kept.
 
     >>> small = quantize_run(run, folder / "small", "int8")
     >>> gss.load(small).score("the cat").perplexity > 1

@@ -37,7 +37,7 @@ def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple
 
 
 class ScoredPiece(NamedTuple):
-    """A piece of several sequences; those that have ended are no rows any more."""
+    """A piece of several sequences; those that have ended are no longer among its rows."""
 
     first: int
     """Position of its first target: the sequences' second ids are targets 0."""

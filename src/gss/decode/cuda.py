@@ -55,7 +55,7 @@ def reduced_precision(model: LanguageModel) -> bool:
 
 
 class _Room:
-    """Buffers for so many rows, and the graphs that work on them."""
+    """Buffers for a number of rows, and the graphs that work on them."""
 
     def __init__(self, form: Form, layers: Sequence[GPUPlan], batch: int, head: Tensor) -> None:
         vocab_size, device = len(head), head.device
@@ -147,7 +147,7 @@ class GraphDecoder(BlockedDecoder):
         self._index = torch.tensor(places, dtype=torch.int64, device=self._embedding.device)
 
     def _enter(self, size: int) -> None:
-        """Go to the room for so many rows, without any."""
+        """Change to the empty buffers for this many rows."""
         if size not in self._rooms:
             self._rooms[size] = _Room(self._form, self._layers, size, self._head)
         self._room, self._sampler = self._rooms[size], self._rooms[size].sampler
@@ -155,7 +155,7 @@ class GraphDecoder(BlockedDecoder):
         self._set_places([])
 
     def _change_room(self, size: int) -> None:
-        """Take the rows that have places to room for so many."""
+        """Move the rows that have places to the buffers for this many."""
         before, places, index = self._room, self._places, self._index
         state = self.state() if places else None
         self._enter(size)
@@ -227,5 +227,5 @@ class GraphDecoder(BlockedDecoder):
 
 
 def _power_of_two(rows: int) -> int:
-    """Room for rows that come and go: of few sizes, since each has kernels to compile and graphs to capture."""
+    """The size of buffers for rows that come and go: one of few, each with kernels to compile and graphs to capture."""
     return 1 << (max(1, rows) - 1).bit_length()

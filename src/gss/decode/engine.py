@@ -67,7 +67,7 @@ class _Fetched:
             self._ready.record()
 
     def outputs(self) -> Iterator[tuple[_Row, Output]]:
-        """Hand the tokens out, once they are here, to the rows that still want them."""
+        """Wait for the tokens, and hand them to the rows that still want them."""
         if self._ready is not None:
             self._ready.synchronize()
         tokens = self._draw.tokens.T.tolist()
@@ -146,7 +146,7 @@ class Engine:
         self._leave(row for row in self._running if unwanted(row.request) and index in (None, row.index))
 
     def admit(self) -> int:
-        """Begin with the prompts of waiting requests as far as there are rows; how many prompts are being read."""
+        """Begin the prompts of waiting requests while there are rows for them; return how many are being read."""
         taken = len(self._running) + sum(request.n for request in self.prompts.requests())
         # A request for more rows than there are in all runs alone.
         while self._waiting and (taken + self._waiting[0].n <= self.max_rows or not taken):
@@ -178,7 +178,7 @@ class Engine:
         return [output for _, output in handed_out]
 
     def run(self) -> Iterator[Output]:
-        """Everything that comes of the requests, until they have all ended."""
+        """All outputs of the requests, until the last of them has ended."""
         while self.admit() or self._running:
             yield from self.prefill() if len(self.prompts) else self.step()
 

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """The memory it takes."""
         return self.state.nbytes + self.logits.nbytes
 
 

@@ -61,7 +61,7 @@ class Draw(NamedTuple):
 class Work(NamedTuple):
     """What the rows together need done, known to the host: the choice of operations, and so of a captured graph.
 
-    Of few kinds: the number of alternatives, `top`, is a power of two.
+    There are few kinds of it, since the number of alternatives, `top`, is a power of two.
     """
 
     greedy: bool

@@ -153,7 +153,7 @@ def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tu
 
 
 class _Work(NamedTuple):
-    """What is done in a window, as functions of modules and tensors.
+    """The work of a window, as functions of modules and tensors.
 
     Compiled, one graph of each (two, where the first window's differs) serves all windows, blocks and layers.
     """
@@ -200,7 +200,7 @@ class RecurrentStack(SequenceLayer):
         block, cell = self._blocks()[0], self.cell
         vectors, inner = cell.initial.shape[0], block.heads * block.head_width
         a_token = 4 * inner * (block.attention.keys_seen(length) + vectors) * len(self.blocks)
-        # The cell's products are a window's, not a token's, as whoever counts dense layers takes them to be.
+        # The cell's products happen once per window, but are counted once per token with all other dense layers.
         read, update = cell.dense_flops()
         update_attention = 4 * inner * vectors * (vectors + 2 * self.window)
         windows, updates = -(-length // self.window), length // self.window
@@ -258,12 +258,12 @@ class RecurrentStack(SequenceLayer):
         return y, {**after, "length": windows.read(x)}
 
     def _work(self, windows: Windows, part: slice) -> _Work:
-        """How a window is worked on: compiled in training, where all rows have all of it to read."""
+        """How a window is processed: compiled in training, where every row reads the whole of it."""
         whole = windows.index is None and part.stop - part.start == self.window
         return self._compiled if self._compiled and whole and torch.is_grad_enabled() else _PLAIN
 
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
-        """The vectors that the first window comes in with, [B, S, E]: learned ones where nothing was read."""
+        """The vectors before the first window, [B, S, E]: the learned ones where nothing has been read."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
         if state is None:
             return learned.clone()  # a state is a value: it must not change with the parameter

@@ -32,7 +32,7 @@ class Block:
         return len(self.joined)
 
     def join(self, rows: int) -> None:
-        """Let rows in; the first ones begin a block."""
+        """Add rows; the first ones begin a block."""
         if not self.joined:
             self.read = 0
         self.joined += [self.read] * rows
@@ -48,7 +48,7 @@ class Block:
 
 
 def without_gaps(gone: Sequence[bool]) -> list[int]:
-    """An order of those rows that stay: the last ones fill the places of those that go, which moves the fewest."""
+    """An order of the rows that stay: the last ones take the places of those that go, so that few rows move."""
     order = list(range(len(gone)))
     for place in reversed(range(len(gone))):
         if gone[place]:

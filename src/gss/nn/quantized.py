@@ -122,7 +122,7 @@ def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expect(model: nn.Module, saved: Mapping[str, Sequence[int]]) -> None:
-    """Make room in a model for weights that were packed when they were saved, by the shapes of all tensors there."""
+    """Make room in a model for weights that were saved packed, given the shapes of all saved tensors."""
     found: dict[str, nn.Module | None] = {}
     for name, shape in saved.items():
         path = name.removesuffix(".packed").removesuffix(".head")

@@ -50,7 +50,7 @@ class DiagonalStateSpace(StateSpace):
     def reset_parameters(self) -> None:
         """Draw new parameters as the config's init fields say."""
         if self.skip.is_meta:
-            return  # no values to draw, which would import the compiler's arithmetic on shapes
+            return  # nothing to draw, and drawing would import the compiler's arithmetic on shapes
         config = self.config
         decay, frequency = initial_decay(config), initial_frequency(config)
         self.log_decay.copy_(decay.log())

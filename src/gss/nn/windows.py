@@ -32,9 +32,9 @@ class Windows:
             if self.single or shift:
                 self.index = self.offset.unsqueeze(1) + torch.arange(length, device=position.device)
         self.slots = shift + length
-        """How many slots the piece reaches over; the current window for a single token."""
+        """How many slots the piece spans; the current window for a single token."""
         self.done = length // window * window
-        """How many slots, from the window before the piece on, no later piece needs of any row."""
+        """How many slots, counted from the window before the piece, no later piece needs in any row."""
 
     @property
     def parts(self) -> list[slice]:

@@ -103,12 +103,12 @@ def unpacked(packed: Packed, rows: Tensor | None = None) -> Tensor:
 
 
 def suits(packed: Packed) -> bool:
-    """Whether kernels.c can multiply by a matrix."""
+    """Whether the C functions can multiply by a matrix."""
     return packed.bits in _KINDS and not packed.inputs % 32 and packed.values.is_contiguous()
 
 
 def matrix(packed: Packed, bias: Tensor | None) -> ctypes.Structure:
-    """A matrix as kernels.c takes it."""
+    """A matrix as the C functions take it."""
     pointers = map(cpu.pointer, (packed.values, packed.scale, bias))
     return cpu.MATRIX(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
 
