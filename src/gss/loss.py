@@ -23,7 +23,9 @@ GPU_CHUNK_ELEMENTS = 1 << 29
 Head = Callable[[Tensor], Tensor]
 
 
-def next_token_loss(head: Head, weight: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def next_token_loss(
+    head: Head, weight: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, chunk_elements: int | None = None
+) -> Tensor:
     """The summed cross-entropy, in nats, of the targets that the mask counts.
 
     head, weight     the function [rows, E] → [rows, V] and the parameter [V, E] it uses (its gradient is made here)
@@ -38,8 +40,9 @@ def next_token_loss(head: Head, weight: Tensor, hidden: Tensor, targets: Tensor,
             f"targets {list(targets.shape)} and mask {list(mask.shape)} must have the activations' shape without "
             f"the width, {list(hidden.shape[:-1])}"
         )
-    elements = GPU_CHUNK_ELEMENTS if fast.usable(hidden.device) else CHUNK_ELEMENTS
-    rows = max(1, elements // weight.shape[0])
+    if chunk_elements is None:
+        chunk_elements = GPU_CHUNK_ELEMENTS if fast.usable(hidden.device) else CHUNK_ELEMENTS
+    rows = max(1, chunk_elements // weight.shape[0])
     flat = hidden.reshape(-1, hidden.shape[-1])
     counted = torch.where(mask, targets, _UNCOUNTED).reshape(-1)
     if hidden.device.type == "cpu" and 0 < 2 * mask.sum() < mask.numel():  # a GPU would have to be waited for
