@@ -6,25 +6,23 @@ More rows, autocast and `GSS_FAST=0` take PyTorch's way, on the same buffers.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gss.nn.attention import TransformerBlock
 from gss.nn.attention_plan import AttentionPlan
 from gss.nn.decode_plans import RowBuffer, StateSpacePlan
 from gss.nn.decoding import Block, DecodePlan
+from gss.nn.dense import FeedForward
+from gss.nn.gss import GSSLayer
+from gss.nn.gss2 import GSS2Layer
 from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
 from gss.ops import cpu, matrix_state
 from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
-
-if TYPE_CHECKING:
-    from gss.nn.attention import TransformerBlock
-    from gss.nn.dense import FeedForward
-    from gss.nn.gss import GSSLayer
-    from gss.nn.gss2 import GSS2Layer
 
 # Vectors have so many numbers.
 _LANES = 16
@@ -72,7 +70,7 @@ def _matrices(*dense: nn.Linear | None) -> list[ctypes.Structure]:
     return [matrix(packed_weight(each), each.bias) if each else cpu.MATRIX() for each in dense]
 
 
-def _feedforward(layer: "FeedForward") -> ctypes.Structure:
+def _feedforward(layer: FeedForward) -> ctypes.Structure:
     matrices = _matrices(layer.inner, layer.gated, layer.outer)
     return cpu.structure(_norm(layer.norm), *matrices, cpu.ACTIVATIONS[layer.activation])
 
@@ -80,7 +78,7 @@ def _feedforward(layer: "FeedForward") -> ctypes.Structure:
 class CompiledGSSPlan(StateSpacePlan):
     """A GSS layer."""
 
-    def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
+    def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
         super().__init__(layer, layer.spaces(), state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
         norms = map(_norm, (layer.norm, layer.inner_norm))
@@ -97,7 +95,7 @@ class CompiledGSSPlan(StateSpacePlan):
 class CompiledGSS2Plan(DecodePlan):
     """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
 
-    def __init__(self, layer: "GSS2Layer", state: LayerState) -> None:
+    def __init__(self, layer: GSS2Layer, state: LayerState) -> None:
         self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
         # Both are those after the first token of a step; those after the others follow, of a row alone.
@@ -116,7 +114,7 @@ class CompiledGSS2Plan(DecodePlan):
         )
 
     @staticmethod
-    def fits(layer: "GSS2Layer") -> bool:
+    def fits(layer: GSS2Layer) -> bool:
         """Whether the C functions know this layer, and are there."""
         widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
         return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
@@ -174,7 +172,7 @@ class CompiledGSS2Plan(DecodePlan):
 class CompiledAttentionPlan(AttentionPlan):
     """A Transformer block."""
 
-    def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
+    def __init__(self, layer: TransformerBlock, state: LayerState) -> None:
         super().__init__(layer, state)
         self._frequency, self._kept = None, _tensors(layer)
         if layer.rotary_base is not None:
@@ -187,7 +185,7 @@ class CompiledAttentionPlan(AttentionPlan):
         )
 
     @staticmethod
-    def fits(layer: "TransformerBlock") -> bool:
+    def fits(layer: TransformerBlock) -> bool:
         """Whether the C functions know this layer, and are there."""
         plain = layer.query_norm is None and not layer.head_width % _LANES
         return plain and usable(layer, layer.feedforward.activation)

@@ -5,25 +5,22 @@ sum stay float32. A layer says by its `gpu_plan` whether there are kernels for i
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor, nn
 
+from gss.nn.attention import TransformerBlock
 from gss.nn.decoding import Block, GPUPlan
+from gss.nn.dense import FeedForward
+from gss.nn.gss import GSSLayer
+from gss.nn.gss2 import GSS2Layer
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
 from gss.ops.gpu import decode, decode_batch, decode_mixers
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
 from gss.ops.positions import rotary_frequencies
 from gss.ops.state_space import carried_output, carried_state, final_state
-
-if TYPE_CHECKING:
-    from gss.nn.attention import TransformerBlock
-    from gss.nn.dense import FeedForward
-    from gss.nn.gss import GSSLayer
-    from gss.nn.gss2 import GSS2Layer
 
 WIDEST = 4096
 """The widest vector that a kernel holds at once."""
@@ -35,7 +32,7 @@ class GSSPlan(GPUPlan):
     """A GSS layer with eigenvalues that all channels share."""
 
     @torch.no_grad()
-    def __init__(self, layer: "GSSLayer", block: int) -> None:
+    def __init__(self, layer: GSSLayer, block: int) -> None:
         space = layer.state_space
         self.norm, self.inner_norm = norm_pair(layer.norm), norm_pair(layer.inner_norm)
         self.gate_inner = dense_pair(layer.gate, layer.inner)  # [F + H, E]
@@ -52,7 +49,7 @@ class GSSPlan(GPUPlan):
         self.out_of = conjugate[:, 1:].transpose(1, 2).contiguous()  # [2, N, W]: a^(k+1)
 
     @staticmethod
-    def fits(layer: "GSSLayer") -> bool:
+    def fits(layer: GSSLayer) -> bool:
         """Whether the kernels have room for a layer."""
         return layer.state_space.log_step is None and layer.state_space.channels <= _MOST_CHANNELS
 
@@ -121,7 +118,7 @@ class GSSPlan(GPUPlan):
 class TransformerPlan(GPUPlan):
     """A Transformer block that attends on chunks or over a sliding window."""
 
-    def __init__(self, layer: "TransformerBlock") -> None:
+    def __init__(self, layer: TransformerBlock) -> None:
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
         self.heads, self.head_width = layer.heads, layer.head_width
@@ -135,7 +132,7 @@ class TransformerPlan(GPUPlan):
         self.scales = [norm_pair(norm)[0] for norm in norms if norm is not None]
 
     @staticmethod
-    def fits(layer: "TransformerBlock") -> bool:
+    def fits(layer: TransformerBlock) -> bool:
         """Whether the kernels have room for a layer."""
         known = layer.query_norm is None or isinstance(layer.query_norm, nn.RMSNorm)
         return known and layer.reach is not None and layer.heads * layer.head_width <= WIDEST
@@ -193,7 +190,7 @@ class GSS2Plan(GPUPlan):
     """A GSS2 layer."""
 
     @torch.no_grad()
-    def __init__(self, layer: "GSS2Layer") -> None:
+    def __init__(self, layer: GSS2Layer) -> None:
         space = layer.state_space
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.projections = dense_pair(layer.query, layer.key, layer.value, layer.gate)
@@ -206,7 +203,7 @@ class GSS2Plan(GPUPlan):
         self.skip, self.scale = space.skip.detach().float(), layer.output_scale.detach().float()
 
     @staticmethod
-    def fits(layer: "GSS2Layer") -> bool:
+    def fits(layer: GSS2Layer) -> bool:
         """Whether the kernels have room for a layer."""
         space = layer.state_space
         return space.modes * layer.value.out_features // space.heads <= _LARGEST_STATE
@@ -239,7 +236,7 @@ class GSS2Plan(GPUPlan):
 class FeedForwardPlan:
     """The feed-forward at the end of a layer."""
 
-    def __init__(self, layer: "FeedForward") -> None:
+    def __init__(self, layer: FeedForward) -> None:
         self.norm, self.outer = norm_pair(layer.norm), dense_pair(layer.outer)
         self.inner = dense_pair(layer.inner) if layer.gated is None else dense_pair(layer.inner, layer.gated)
         self.gated = layer.gated is not None
