@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
 from gss.ops import cpu, fast
 from gss.sampling import OPTIONS, Sampling
@@ -43,19 +42,18 @@ class Draw(NamedTuple):
     """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for."""
 
     tokens: Tensor
-    scores: tuple[Tensor, Tensor, Tensor] | None = None
+    scores: tuple[Tensor, ...] | None = None
     """Log-probabilities [..., B] of the tokens, and the likeliest tokens' with those tokens, [..., B, top] each."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Draw":
         """The draw with a function applied to every tensor."""
-        mapped: Draw = tree_map_only(Tensor, function, self)
-        return mapped
+        return Draw(function(self.tokens), self.scores and tuple(map(function, self.scores)))
 
     @staticmethod
     def join(draws: Sequence["Draw"], function: Callable[[list[Tensor]], Tensor]) -> "Draw":
         """Several draws of a kind as one, by a function of the tensors in one place."""
-        joined: Draw = tree_map(lambda *parts: None if parts[0] is None else function(list(parts)), *draws)
-        return joined
+        scores = zip(*(draw.scores for draw in draws if draw.scores), strict=True)
+        return Draw(function([draw.tokens for draw in draws]), tuple(function(list(part)) for part in scores) or None)
 
 
 class Work(NamedTuple):
