@@ -10,7 +10,7 @@ from gss.generate import read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast
-from gss.ops.kernel import kernel
+from gss.ops.state_space import kernel
 from tests.comparing import relative_error, run
 from tests.conftest import ALL_FAMILIES, small_config
 

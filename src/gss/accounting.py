@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Accounts:
-    """A model's costs, by part where that says something."""
+    """A model's costs, by part where that is informative."""
 
     parts: tuple[Part, ...]
     flops: dict[str, int]

@@ -19,31 +19,14 @@ __all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_text"
 
 
 def stream(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    eos_id: int | None = None,
-    state: ModelState | None = None,
-    precision: str = "auto",
-    speculate: bool = True,
+    model: LanguageModel, prompt: Sequence[int], precision: str = "auto", speculate: bool = True, **options: Any
 ) -> Iterator[int]:
-    """Token ids that continue a prompt (after what `state` has read), until `eos_id` or `max_tokens` of them.
+    """Token ids that continue a prompt, until its `eos_id` or `max_tokens` of them; options are those of `Request`.
 
     For several prompts side by side, give `gss.decode.stream` a request for each.
     """
-    _check_length(max_tokens)
-    options: dict[str, Any] = {"sampling": sampling or Sampling(), "seed": seed, "eos_id": eos_id, "state": state}
-    request = Request(prompt=prompt, max_tokens=max_tokens, **options)
-    for output in decode.stream(model, [request], precision, speculate):
+    for output in decode.stream(model, [Request(prompt=prompt, **options)], precision, speculate):
         yield from output.tokens
-
-
-def _check_length(max_tokens: int) -> None:
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = None) -> list[int]:
@@ -101,7 +84,8 @@ def stream_texts(
     """
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    _check_length(max_tokens)
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     if state is not None and "" in prompts:
         raise ValueError("the prompt is empty: with a state, give the text that comes next")
     before = state or first_state(model)
@@ -187,7 +171,7 @@ class TextPieces:
 
 
 def _whole(text: str) -> int:
-    """How much of a text stays as it is: a mark of unknown bytes at its end may yet become a character of up to 4."""
+    """How many characters are final: up to 3 replacement marks at the end may yet become one character."""
     return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
@@ -214,5 +198,5 @@ class StopStrings:
         return held[:shown]
 
     def rest(self) -> str:
-        """What was held back and no stop string followed."""
+        """What was held back, at the end, when no stop string came of it."""
         return "" if self.ended else self._held

@@ -113,18 +113,9 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        return stream_text(
-            self.model,
-            self.tokenizer,
-            prompt,
-            max_tokens=max_tokens,
-            sampling=Sampling(**sampling),
-            seed=seed,
-            stop=stop,
-            state=state,
-            precision=resolved(precision, self.model),
-            speculate=speculate,
-        )
+        options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
+        drawing = {"sampling": Sampling(**sampling), "precision": precision}
+        return stream_text(self.model, self.tokenizer, prompt, **options, **drawing)
 
     def read(
         self,
@@ -207,7 +198,7 @@ def run_folder(run: str | Path | None) -> Path:
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
     """Write a run folder with a run's model, its matrices packed as bf16, int8 or int4; `load` reads it as any other.
 
-    Nothing else of the run is kept than its configuration, its vocabulary and which data it saw.
+    Of the run, only its configuration, its vocabulary and the record of its data are kept.
 
     >>> small = quantize_run(run, folder / "small", "int8")
     >>> gss.load(small).score("the cat").perplexity > 1

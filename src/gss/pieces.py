@@ -133,7 +133,7 @@ def accumulate(
         for i in reversed(range(len(pieces))):
             came_from, last = before.pop(), i == len(pieces) - 1
             if i and came_from is not None:
-                came_from = _leaf(came_from)
+                came_from = came_from.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
             with around(i == 0):
                 _draw_as(seed, i)
                 loss, left = _back(module, pieces[i], came_from, keep_state or not last, scale, received)
@@ -191,8 +191,3 @@ def _own(tensor: Tensor) -> Tensor:
     """The values alone: without the graph, and without the rest of a piece's memory that they may be a view of."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _leaf(state: ModelState) -> ModelState:
-    """The state as the start of a graph, whose tensors receive gradients."""
-    return state.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))

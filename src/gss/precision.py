@@ -14,7 +14,7 @@ PRECISIONS = ("auto", "fp32", "bf16")
 
 
 def check(precision: str) -> None:
-    """Refuse what is not the name of a precision."""
+    """Refuse anything but the name of a precision."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be auto, fp32 or bf16, not {precision!r}")
 

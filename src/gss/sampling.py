@@ -1,18 +1,36 @@
 """How the next token is drawn, as settings: listed once for the library, `gss generate` and the server.
 
-A new option is a field of `Sampling` (and of `SamplingOptions`, for type checkers), with its limits and what it does;
-`gss.decode.sampler` gives it its effect. Imports no torch, so that a command line can list the options at once.
+A new option is a field of `Sampling` (and of `SamplingOptions`, for type checkers), with its limits, what it does and
+its effect. Imports no torch, so that a command line can list the options at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from gss.choices import check_fields
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def _option(default: Any, about: str, served: dict[str, float] | None = None, **limits: float) -> Any:
-    """Limits by the names that pydantic has for them; those of a server, for requests from elsewhere, may be others."""
-    return field(default=default, metadata={"about": about, "limits": limits, "served": served or limits})
+Effect = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+def _option(
+    default: Any,
+    about: str,
+    served: dict[str, float] | None = None,
+    effect: Effect | None = None,
+    **limits: float,
+) -> Any:
+    """Limits by the names that pydantic has for them; a server's, for requests from elsewhere, may be others.
+
+    The effect changes the weights [B, V] of all tokens, of which the likeliest has 1, by each row's value [B, 1], None
+    being 0; at the default it changes nothing. It comes before `top_k` and `top_p`. An option without one is known to
+    `gss.decode.sampler`.
+    """
+    about_it = {"about": about, "limits": limits, "served": served or limits, "effect": effect}
+    return field(default=default, metadata=about_it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +43,11 @@ class Sampling:
     top_k: int | None = _option(None, "Keep only this many of the likeliest tokens.", {"ge": 1, "lt": 2**31}, ge=1)
     top_p: float | None = _option(None, "Keep only the likeliest tokens that reach this total probability.", gt=0, le=1)
     min_p: float | None = _option(
-        None, "Keep only tokens at least this fraction as likely as the likeliest.", gt=0, le=1
+        None,
+        "Keep only tokens at least this fraction as likely as the likeliest.",
+        effect=lambda weight, least: weight.masked_fill(weight < least.float(), 0),
+        gt=0,
+        le=1,
     )
     repetition_penalty: float = _option(
         1.0, "Over 1: tokens that have occurred become less likely.", {"ge": 0.01, "le": 100}, gt=0
@@ -46,4 +68,4 @@ class SamplingOptions(TypedDict, total=False):
 
 
 OPTIONS = {option.name: option for option in fields(Sampling)}
-"""By name; `metadata` has what an option does, `about`, and its limits."""
+"""By name; `metadata` has what an option does, `about`, its limits and its effect."""

@@ -21,17 +21,10 @@ PIECE = 4096
 _LOGIT_ELEMENTS = 1 << 25  # of logits held at a time
 
 
-class TokenScores(NamedTuple):
-    """Of some targets, on the CPU."""
-
-    log_probability: Tensor
-    """Nats, float64."""
-    likeliest: Tensor
-    """Whether no other token has a larger logit."""
-
-
-def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> TokenScores:
-    """Scores of targets [N] by the activations [N, E] before them, a few rows of logits at a time."""
+def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """For targets [N] after activations [N, E]: log-probabilities in nats, float64, and whether no other token has a
+    larger logit; on the CPU, from a few rows of logits at a time.
+    """
     rows = max(1, _LOGIT_ELEMENTS // model.config.vocab_size)
     logs, likeliest = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
     for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
@@ -40,11 +33,11 @@ def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Token
         own = wide.gather(1, target.unsqueeze(1)).squeeze(1)
         logs.append((own - wide.logsumexp(-1)).double().cpu())
         likeliest.append((logits.argmax(-1) == target).cpu())
-    return TokenScores(torch.cat(logs), torch.cat(likeliest))
+    return torch.cat(logs), torch.cat(likeliest)
 
 
 class ScoredPiece(NamedTuple):
-    """A piece of several sequences; those that have ended are no rows any more."""
+    """A piece of several sequences; those that have ended are no longer among its rows."""
 
     first: int
     """Position of its first target: the sequences' second ids are targets 0."""
@@ -92,9 +85,9 @@ def score_sequences(
         hidden, state = model.hidden(tokens[:, :-1], state, keep, context=sharing)
         own, targets = (sharing.own(t) if sharing else t for t in (counted, tokens[:, 1:]))
         chosen = own.flatten().nonzero().squeeze(1).to(device)
-        scores = token_scores(model, hidden.flatten(0, 1)[chosen], targets.flatten()[chosen])
-        logs = torch.zeros(own.shape, dtype=torch.float64).masked_scatter_(own, scores.log_probability)
-        likeliest = torch.ones_like(own).masked_scatter_(own, scores.likeliest)
+        scores, hits = token_scores(model, hidden.flatten(0, 1)[chosen], targets.flatten()[chosen])
+        logs = torch.zeros(own.shape, dtype=torch.float64).masked_scatter_(own, scores)
+        likeliest = torch.ones_like(own).masked_scatter_(own, hits)
         if sharing:
             logs, likeliest = (sharing.whole(t.to(device)).cpu() for t in (logs, likeliest))
         yield ScoredPiece(first, counted, logs, likeliest)

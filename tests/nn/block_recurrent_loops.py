@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from gss.nn.block_recurrent import RecurrentStack
-from gss.nn.recurrent_cell import LSTMGate, StateCell
+from gss.nn.block_recurrent import LSTMGate, RecurrentStack, StateCell
 from gss.nn.window_attention import WindowBlock
 
 

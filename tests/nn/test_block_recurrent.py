@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import gss
-from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer
-from gss.nn.recurrent_cell import StateCell
-from gss.nn.window_attention import SlideLayer, WindowAttention, WindowBlock, XLLayer, distance_buckets
+from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer, StateCell
+from gss.nn.window_attention import SlideLayer, WindowAttention, WindowBlock, XLLayer, distance_buckets, unit
 from gss.nn.windows import Windows
 from tests.comparing import relative_error
 from tests.conftest import small_config
@@ -45,7 +44,7 @@ def test_what_a_token_attends_to(whole_previous: bool, length: int) -> None:
     values = torch.eye(length).double()[None, :, None, :].expand(1, length, 2, length)
     windows = Windows(WINDOW, length)
     joined = (windows.join(None, tensor) for tensor in (keys, values))
-    weights = attention.in_windows(attention.scaled(queries), *joined, windows)[0].transpose(0, 1)  # [h, L, L]
+    weights = attention.in_windows(unit(queries, attention.scale), *joined, windows)[0].transpose(0, 1)  # [h, L, L]
     for head in range(2):
         for i in range(length):
             seen = loops.visible(i, WINDOW, whole_previous)
@@ -76,15 +75,14 @@ def test_a_sliding_window_is_exactly_the_tokens_before() -> None:
 def test_queries_and_keys_have_length_one() -> None:
     block = stirred(WindowBlock(config(), reads_state=True))
     x = torch.randn(2, 5, 16).double()
-    projected = block.project(x)
-    assert projected.state_queries is not None
-    assert torch.allclose(projected.keys.norm(dim=-1), torch.ones(2, 5, 2).double())
-    assert torch.allclose(projected.queries.norm(dim=-1), block.attention.scale.abs().expand(2, 5, 2))
-    assert torch.allclose(projected.state_queries.norm(dim=-1), block.state_scale.abs().expand(2, 5, 2))
+    queries, keys, _, state_queries = block.scaled(block.project(x))
+    assert torch.allclose(keys.norm(dim=-1), torch.ones(2, 5, 2).double())
+    assert torch.allclose(queries.norm(dim=-1), block.attention.scale.abs().expand(2, 5, 2))
+    assert torch.allclose(state_queries.norm(dim=-1), block.state_scale.abs().expand(2, 5, 2))
     with torch.no_grad():
         block.projection.weight[:32] *= 7  # Q and K
-    assert relative_error(block.project(x).keys, projected.keys) < 1e-12
-    assert relative_error(block.project(x).queries, projected.queries) < 1e-12
+    assert relative_error(block.scaled(block.project(x))[1], keys) < 1e-12
+    assert relative_error(block.scaled(block.project(x))[0], queries) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [SlideLayer, XLLayer])
@@ -104,7 +102,7 @@ def test_horizontal(gate: str, layout: str) -> None:
     vectors = torch.randn(2, 5, 16).double()
     keys, values = torch.randn(2, 2, 11, 2, 8).double()
     keys = nn.functional.normalize(keys, dim=-1)
-    after = cell.update(vectors, cell.read(vectors), keys, values)
+    after = cell.update(vectors, cell.read(vectors), (keys, values))
     for row in range(2):
         tokens = [[list(token) for token in tensor[row]] for tensor in (keys, values)]
         expected = loops.update(cell, list(vectors[row]), *tokens)

@@ -24,7 +24,7 @@ def test_a_state_space_is_not_cast(step_range: tuple[float, float] | None) -> No
         def step(u: torch.Tensor, block: Block = block, blocked: BlockedStateSpace = blocked) -> torch.Tensor:
             y, _ = blocked(u)
             block.read += 1
-            if block.full:
+            if block.read == block.size:
                 blocked.fold()
                 block.begin()
             return y

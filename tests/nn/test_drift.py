@@ -7,7 +7,7 @@ from gss.config import StateSpaceConfig
 from gss.nn.decode_plans import BlockedStateSpace
 from gss.nn.decoding import Block
 from gss.nn.state_space import DiagonalStateSpace
-from gss.ops.recurrence import final_state
+from gss.ops.state_space import final_state
 
 
 def slow_modes(count: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def decode(tokens: int, modes: int = 32, every: int = 500) -> tuple[float, float
                 own = inputs[:, : block.read + 1].double() @ taps[0, : block.read + 1].flip(0)
                 worst = torch.maximum(worst, (found - carried - own).abs())
                 size = torch.maximum(size, carried.abs())
-        blocked._inputs.tensor.copy_(inputs.unsqueeze(1))
+        blocked.inputs.tensor.copy_(inputs.unsqueeze(1))
         block.read = 64
         blocked.fold()
         block.begin()

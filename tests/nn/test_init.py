@@ -8,7 +8,7 @@ import torch
 import gss
 from gss.config import StateSpaceConfig
 from gss.nn.state_space import DiagonalStateSpace, skew_hippo_frequencies
-from gss.ops.kernel import kernel
+from gss.ops.state_space import kernel
 from tests.conftest import small_config
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gss.ops import reference
-from gss.ops.convolution import convolve, fft_length
+from gss.ops.state_space import convolve, fft_length
 from tests.comparing import relative_error
 
 

@@ -1,6 +1,7 @@
 """The decoding kernels against the plain decoder: on the CPU in Triton's interpreter, on a CUDA device as a graph."""
 
 import importlib.util
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -138,12 +139,12 @@ def compare_decoders(cuda: ModuleType, model: gss.LanguageModel, batch: int, blo
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_in_slices(cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence: slices of the chunk that are full, partly full and empty, until the next chunk has begun."""
-    from gss.ops.gpu.decode_tiles import Tile, Tiles
+    from gss.ops.gpu.decode_launch import Tile, Tiles
 
     chunk = 7
     model = model_of(device, **{**HYBRID, "attention.chunk": chunk})
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    tiles = Tiles.for_batch(1, capability).with_(attend=Tile(rows=2))
+    tiles = replace(Tiles.for_batch(1, capability), attend=Tile(rows=2))
     assert tiles.attention_slices(chunk, 1) == (2, -(-chunk // 2))
     monkeypatch.setattr(Tiles, "for_batch", lambda batch, capability: tiles)
     tokens, _ = started(model, 1)
@@ -289,7 +290,7 @@ def test_folds_do_not_drift(device: str) -> None:
     import triton
 
     from gss.nn.gpu_plans import GSSPlan
-    from gss.ops.gpu import decode_fold
+    from gss.ops.gpu import decode_mixers
 
     layer = model_of(device, depth=1, **{"state_space.modes": 16, "channels": 4}).layers[0]
     with torch.no_grad():
@@ -299,7 +300,7 @@ def test_folds_do_not_drift(device: str) -> None:
         expected = torch.exp(300 * 16 * plan.log_a) * torch.complex(*state.double()).to(device)
         state = state.to(device)
         for _ in range(300):
-            decode_fold.fold_block[(1,)](
+            decode_mixers.fold_block[(1,)](
                 state, silence, silence, plan.power, plan.into, plan.planes, plan.out_of, torch.empty_like(silence),
                 4, 4, 16, 16, False, W_PAD=16, ROWS=16, MODES=16,
                 PRECISION="ieee" if triton.knobs.runtime.interpret else "tf32x3",

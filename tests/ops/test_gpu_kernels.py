@@ -16,7 +16,7 @@ from gss.nn.dense import norm as norm_layer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, reference
 from gss.ops.gate import add_gated
-from gss.ops.kernel import discretize, eigenvalues, kernel
+from gss.ops.state_space import discretize, eigenvalues, kernel
 from gss.ops.vandermonde import evaluate, project
 from tests.comparing import relative_error
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gss.ops import reference
-from gss.ops.kernel import discretize, eigenvalues, kernel
+from gss.ops.state_space import discretize, eigenvalues, kernel
 from tests.comparing import relative_error
 
 

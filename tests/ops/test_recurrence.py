@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from gss.ops import reference
-from gss.ops.convolution import convolve
-from gss.ops.kernel import kernel
-from gss.ops.recurrence import carried_output, final_state, step, transition
+from gss.ops.state_space import carried_output, convolve, final_state, kernel, step, transition
 from tests.comparing import relative_error
 
 

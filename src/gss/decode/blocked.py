@@ -14,7 +14,7 @@ from torch import Tensor
 from gss.decode.lookup import Lookup
 from gss.decode.sampler import Draw, Sampler, Settings, Work
 from gss.model import LanguageModel
-from gss.nn.decode_plans import ForwardPlan, replaced
+from gss.nn.decode_plans import replaced
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.quantized import packed_twin
 from gss.nn.state import ModelState
@@ -65,7 +65,7 @@ class BlockedDecoder:
         return parts[0] if len(parts) == 1 else Draw.join(parts, torch.cat)
 
     def advance(self) -> Draw:
-        """As many further tokens of each row as are cheap at once: at least one."""
+        """At least one further token of each row: as many as come at little extra cost."""
         return self.generate(self.stride)
 
     def state(self) -> ModelState:
@@ -90,8 +90,7 @@ class BlockedDecoder:
         if tokens is None:
             tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
         self._block.join(state.batch)
-        self._put(state, sampler, tokens)
-        self._remember(tokens, read)
+        self._put(state, sampler, tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order, each once (none is fine, until others join).
@@ -103,15 +102,12 @@ class BlockedDecoder:
     def _set_tokens(self, tokens: Tensor) -> None:
         raise NotImplementedError
 
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         """Place the rows that have just joined the block."""
         raise NotImplementedError
 
-    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
-        """Note what rows that have just joined have read, and their next tokens."""
-
     def _advance(self, count: int, work: Work) -> Draw:
-        """Some of `count` steps, and what the sampler drew in them."""
+        """Take some of `count` steps: what the sampler drew in them."""
         raise NotImplementedError
 
     def _fold(self) -> None:
@@ -121,7 +117,7 @@ class BlockedDecoder:
     def _count(self, steps: int) -> None:
         """Note that every row has read so many tokens; at the end of a block, begin the next."""
         self._block.read += steps
-        if self._block.full:
+        if self._block.read == self._block.size:
             self._fold()
             self._block.begin()
 
@@ -146,7 +142,7 @@ class Decoder(BlockedDecoder):
         self._block.join(state.batch)
         self._position = state.position
         self._plans: list[DecodePlan] = [
-            layer.decode_plan(held, self._block) or ForwardPlan(layer, held)
+            layer.decode_plan(held, self._block) or DecodePlan(layer, held)
             for layer, held in zip(model.sequence_layers(), state.layers, strict=True)
         ]
         self._sampler = Sampler(model.config.vocab_size, device, [Settings()] * state.batch)
@@ -213,11 +209,9 @@ class Decoder(BlockedDecoder):
     def _set_tokens(self, tokens: Tensor) -> None:
         self._tokens = tokens
 
-    def _remember(self, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         before = read if self.speculate and read else [()] * len(tokens)
         self._lookups += [Lookup([*row, token]) for row, token in zip(before, tokens.tolist(), strict=True)]
-
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
         self._position = torch.cat([self._position, state.position])
         self._sampler = Sampler.join([(self._sampler, range(len(self._tokens))), (sampler, range(len(tokens)))])
         self._tokens = torch.cat([self._tokens, tokens])

@@ -20,8 +20,7 @@ from gss.model import LanguageModel
 from gss.nn.decoding import GPUPlan
 from gss.nn.gpu_plans import WIDEST, norm_pair
 from gss.nn.state import ModelState
-from gss.ops.gpu.decode_launch import Form, Stream
-from gss.ops.gpu.decode_tiles import Tiles
+from gss.ops.gpu.decode_launch import Form, Stream, Tiles
 from gss.ops.gpu.gate import ACTIVATIONS
 from gss.ops.positions import sinusoid_frequencies
 
@@ -56,17 +55,14 @@ def reduced_precision(model: LanguageModel) -> bool:
 
 
 class _Room:
-    """Buffers for so many rows, and the graphs that work on them."""
+    """Buffers for a number of rows, and the graphs that work on them."""
 
     def __init__(self, form: Form, layers: Sequence[GPUPlan], batch: int, head: Tensor) -> None:
         vocab_size, device = len(head), head.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self.stream = Stream(form, batch, Tiles.for_batch(batch, capability), device)
-        self.layers = [plan.rows(self.stream) for plan in layers]
+        self.stream = Stream(form, batch, vocab_size, Tiles.for_batch(batch, capability), device)
+        self.layers = [plan.on(self.stream) for plan in layers]
         self.sampler = Sampler(vocab_size, device, [], capacity=batch)
-        self.logits = self.stream.room(batch, vocab_size)
-        self.best = self.stream.room(batch, self.stream.head_tiles(vocab_size))
-        self.best_token = self.stream.room(*self.best.shape, dtype=torch.int32)
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Draw]] = {}
 
 
@@ -109,7 +105,7 @@ class GraphDecoder(BlockedDecoder):
     def step(self, tokens: Tensor) -> Tensor:
         self._set_tokens(tokens)
         self._advance(1, None)
-        return self._room.logits[self._index]
+        return self._room.stream.logits[self._index]
 
     @torch.no_grad()
     def state(self) -> ModelState:
@@ -125,7 +121,7 @@ class GraphDecoder(BlockedDecoder):
         if enough <= self._room.stream.batch // _SPARSE:
             self._change_room(enough)
 
-    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor) -> None:
+    def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
         if self._block.rows > self._room.stream.batch:
             self._change_room(_power_of_two(self._block.rows))
         free = sorted(set(range(self._room.stream.batch)) - set(self._places))
@@ -151,7 +147,7 @@ class GraphDecoder(BlockedDecoder):
         self._index = torch.tensor(places, dtype=torch.int64, device=self._embedding.device)
 
     def _enter(self, size: int) -> None:
-        """Go to the room for so many rows, without any."""
+        """Change to the empty buffers for this many rows."""
         if size not in self._rooms:
             self._rooms[size] = _Room(self._form, self._layers, size, self._head)
         self._room, self._sampler = self._rooms[size], self._rooms[size].sampler
@@ -159,7 +155,7 @@ class GraphDecoder(BlockedDecoder):
         self._set_places([])
 
     def _change_room(self, size: int) -> None:
-        """Take the rows that have places to room for so many."""
+        """Move the rows that have places to the buffers for this many."""
         before, places, index = self._room, self._places, self._index
         state = self.state() if places else None
         self._enter(size)
@@ -205,11 +201,11 @@ class GraphDecoder(BlockedDecoder):
             stream.embed(self._embedding, self._wavenumber, early=step > 0 and not drawn)
             for layer in room.layers:
                 layer.launch()
-            stream.head(self._norm, self._head, room.logits, room.best, room.best_token)
+            stream.head(self._norm, self._head)
             if work is None or work.argmax:
-                stream.choose(room.best, room.best_token, tokens[step])
+                stream.choose(tokens[step])
             else:
-                drawn.append(room.sampler.draw(room.logits, stream.position, work))
+                drawn.append(room.sampler.draw(stream.logits, stream.position, work))
                 stream.tokens.copy_(drawn[-1].tokens)
         return Draw.join(drawn, torch.stack) if drawn else Draw(tokens)
 
@@ -231,5 +227,5 @@ class GraphDecoder(BlockedDecoder):
 
 
 def _power_of_two(rows: int) -> int:
-    """Room for rows that come and go: of few sizes, since each has kernels to compile and graphs to capture."""
+    """The size of buffers for rows that come and go: one of few, each with kernels to compile and graphs to capture."""
     return 1 << (max(1, rows) - 1).bit_length()

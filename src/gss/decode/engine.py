@@ -67,7 +67,7 @@ class _Fetched:
             self._ready.record()
 
     def outputs(self) -> Iterator[tuple[_Row, Output]]:
-        """Hand the tokens out, once they are here, to the rows that still want them."""
+        """Wait for the tokens, and hand them to the rows that still want them."""
         if self._ready is not None:
             self._ready.synchronize()
         tokens = self._draw.tokens.T.tolist()
@@ -146,7 +146,7 @@ class Engine:
         self._leave(row for row in self._running if unwanted(row.request) and index in (None, row.index))
 
     def admit(self) -> int:
-        """Begin with the prompts of waiting requests as far as there are rows; how many prompts are being read."""
+        """Begin the prompts of waiting requests while there are rows for them; return how many are being read."""
         taken = len(self._running) + sum(request.n for request in self.prompts.requests())
         # A request for more rows than there are in all runs alone.
         while self._waiting and (taken + self._waiting[0].n <= self.max_rows or not taken):
@@ -178,7 +178,7 @@ class Engine:
         return [output for _, output in handed_out]
 
     def run(self) -> Iterator[Output]:
-        """Everything that comes of the requests, until they have all ended."""
+        """All outputs of the requests, until the last of them has ended."""
         while self.admit() or self._running:
             yield from self.prefill() if len(self.prompts) else self.step()
 
@@ -192,28 +192,27 @@ class Engine:
     def _begin(self, read: list[PartialPrompt]) -> Iterator[Output]:
         """Put the continuations of prompts that have been read into the batch, each with its first token."""
         rows: list[_Row] = []
-        sources: list[int] = []
-        for number, prompt in enumerate(read):
+        states, logits = [], []
+        for prompt in read:
             request = prompt.request
+            assert prompt.state is not None
+            assert prompt.logits is not None
             if request.score_prompt:
                 yield Output(request, 0, [], [], prompt_scores=prompt.scores)
             for index in range(request.n):
                 if request.max_tokens:
                     rows.append(_Row(request, index))
-                    sources.append(number)
+                    states.append(prompt.state)
+                    logits.append(prompt.logits)
                 else:
                     yield Output(request, index, [], [], "length")
         if not rows:
             return
-        states = [prompt.state for prompt in read if prompt.state is not None]
         state = ModelState.join(states) if len(states) > 1 else states[0]
-        if sources != list(range(len(states))):
-            state = state.select(sources)
         settings = [Settings(r.request.sampling, r.request.seed + r.index, r.request.logprobs) for r in rows]
         prompts = [row.request.prompt for row in rows]
         sampler = Sampler(self.model.config.vocab_size, self._device, settings, prompts)
-        logits = torch.cat([prompt.logits for prompt in read if prompt.logits is not None])[sources]
-        draw = sampler.draw(logits, state.position)
+        draw = sampler.draw(torch.cat(logits), state.position)
         for _, output in _Fetched(rows, draw.map(lambda part: part.unsqueeze(0))).outputs():
             yield output
         going = [place for place, row in enumerate(rows) if not row.finish]

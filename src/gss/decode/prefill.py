@@ -100,11 +100,11 @@ class Prefill:
         """Whether states have one size, however much has been read."""
         self._waiting: deque[PartialPrompt] = deque()
         self.prompt_tokens = 0
-        """Of all prompts that are done."""
+        """Tokens of all prompts that are done."""
         self.tokens_read = 0
-        """Of those, and of others, read by the model."""
+        """Tokens of prompts, done or not, that the model has read."""
         self.tokens_reused = 0
-        """Spared by states that were cached."""
+        """Tokens that cached states saved it from reading."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -133,7 +133,7 @@ class Prefill:
 
     @torch.no_grad()
     def round(self) -> list[PartialPrompt]:
-        """Read a piece of the next prompt, and of those beside which it costs little; the prompts that are done."""
+        """Read a piece of the next prompt, and of those that fit beside it; return the prompts that are done."""
         free = [prompt for prompt in self._waiting if not prompt.waits]
         for prompt in free:
             if prompt.fresh and prompt.cacheable:

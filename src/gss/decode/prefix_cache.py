@@ -5,7 +5,7 @@ number of sequences can continue from one. The least recently used go first when
 """
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """The memory it takes."""
         return self.state.nbytes + self.logits.nbytes
 
 
@@ -40,7 +40,6 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._entries: OrderedDict[_Key, Entry] = OrderedDict()  # the least recently used first
-        self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,7 +49,7 @@ class PrefixCache:
         digest = hashlib.blake2b(digest_size=16)
         done = 0
         found: _Key | None = None
-        for length in sorted(size for size in self._lengths if size <= len(tokens)):
+        for length in sorted({size for size, _ in self._entries if size <= len(tokens)}):
             digest.update(tokens[done:length].tobytes())
             done = length
             key = (length, digest.digest())
@@ -70,11 +69,7 @@ class PrefixCache:
             self._entries.move_to_end(key)
             return
         self._entries[key] = entry
-        self._lengths[key[0]] += 1
         self.nbytes += entry.nbytes
         while self.nbytes > self.max_bytes:
-            (length, _), dropped = self._entries.popitem(last=False)
+            _, dropped = self._entries.popitem(last=False)
             self.nbytes -= dropped.nbytes
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]

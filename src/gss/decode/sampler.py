@@ -7,7 +7,6 @@ the device.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -23,11 +22,9 @@ _CANDIDATES = 256
 _COLDEST = 1e-30
 # The largest vocabulary that one kernel of a GPU draws from.
 _LARGEST_FUSED = 32_768
-
-
 # The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
+_EFFECTS = {name: option.metadata["effect"] for name, option in OPTIONS.items() if option.metadata["effect"]}
 
 GREEDY = Sampling(temperature=0)
 
@@ -45,35 +42,29 @@ class Draw(NamedTuple):
     """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for."""
 
     tokens: Tensor
-    scores: tuple[Tensor, Tensor, Tensor] | None = None
+    scores: tuple[Tensor, ...] | None = None
     """Log-probabilities [..., B] of the tokens, and the likeliest tokens' with those tokens, [..., B, top] each."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Draw":
         """The draw with a function applied to every tensor."""
-        if self.scores is None:
-            return Draw(function(self.tokens))
-        own, top, tokens = self.scores
-        return Draw(function(self.tokens), (function(own), function(top), function(tokens)))
+        return Draw(function(self.tokens), self.scores and tuple(map(function, self.scores)))
 
     @staticmethod
     def join(draws: Sequence["Draw"], function: Callable[[list[Tensor]], Tensor]) -> "Draw":
         """Several draws of a kind as one, by a function of the tensors in one place."""
-        tokens = function([draw.tokens for draw in draws])
-        scores = [draw.scores for draw in draws if draw.scores is not None]
-        if not scores:
-            return Draw(tokens)
-        own, top, best = (function(list(part)) for part in zip(*scores, strict=True))
-        return Draw(tokens, (own, top, best))
+        scores = zip(*(draw.scores for draw in draws if draw.scores), strict=True)
+        return Draw(function([draw.tokens for draw in draws]), tuple(function(list(part)) for part in scores) or None)
 
 
 class Work(NamedTuple):
     """What the rows together need done, known to the host: the choice of operations, and so of a captured graph.
 
-    Of few kinds: the number of alternatives, `top`, is a power of two.
+    There are few kinds of it, since the number of alternatives, `top`, is a power of two.
     """
 
     greedy: bool
-    floored: bool
+    effects: tuple[str, ...]
+    """The options with an effect of their own (`gss.sampling`) that some row sets."""
     narrowed: bool
     penalised: bool
     fused: bool
@@ -109,7 +100,7 @@ class Sampler:
         self._seen = torch.zeros(capacity, vocab_size, dtype=torch.bool)
         for row, (sampling, seed, _) in enumerate(rows):
             values = {**asdict(sampling), "top_k": min(sampling.top_k or vocab_size, vocab_size)}
-            values |= {"top_p": sampling.top_p or 1, "min_p": sampling.min_p or 0}
+            values["top_p"] = sampling.top_p or 1
             self._numbers[:, row] = torch.tensor([value or 0 for value in values.values()], dtype=torch.float64)
             self._seed[row] = (seed + 2**63) % 2**64 - 2**63
             if sampling.repetition_penalty != 1 and read:
@@ -125,12 +116,13 @@ class Sampler:
         """What a draw has to do for the rows."""
         samplings = [row.sampling for row in self.rows]
         scored = [row.logprobs for row in self.rows if row.logprobs is not None]
+        effects = tuple(name for name in _EFFECTS if any(getattr(s, name) != OPTIONS[name].default for s in samplings))
         return Work(
             all(sampling.temperature == 0 for sampling in samplings),
-            any(sampling.min_p for sampling in samplings),
+            effects,
             any(sampling.top_k or sampling.top_p for sampling in samplings),
             any(sampling.repetition_penalty != 1 for sampling in samplings),
-            all(getattr(s, name) == OPTIONS[name].default for s in samplings for name in OPTIONS if name not in _FUSED),
+            all(name in _FUSED for name in effects),
             max((0 if not most else 1 << (most - 1).bit_length() for most in scored), default=None),
         )
 
@@ -160,50 +152,56 @@ class Sampler:
         work = work or self.work
         if work.argmax:
             return Draw(_likeliest(logits))
-        logits = given = logits.float()
-        if work.fused and logits.device.type == "cpu" and (found := cpu.library()) is not None:
-            tokens = self._draw_in_c(found, logits, position.contiguous(), work.penalised)
-            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
-        if work.fused and fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
+        logits = logits.float()
+        tokens = self._draw_at_once(logits, position, work.penalised) if work.fused else None
+        if tokens is None:
+            tokens = self._draw_by_steps(logits, position, work)
+        return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
+
+    def _draw_at_once(self, logits: Tensor, position: Tensor, penalised: bool) -> Tensor | None:
+        """By the C function or the kernel of a GPU, where there is one."""
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if logits.device.type == "cpu" and (draw := cpu.function("gss_draw", "lllpppppp")) is not None:
+            logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
+            position, seen = position.contiguous(), self._seen if penalised else None
+            tensors = (logits, self._numbers, self._seed, position, seen, tokens)
+            draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
+            return tokens
+        if fast.usable(logits.device) and logits.shape[1] <= _LARGEST_FUSED:
             from gss.ops.gpu import sample
 
-            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-            sample.draw(logits, *self.tensors(), position, tokens, work.penalised)
-            return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
-        temperature, top_k, top_p, min_p, penalty = self._numbers[:, : len(logits), None]
-        seen = self._seen[: len(logits)]
+            sample.draw(logits, *self.tensors(), position, tokens, penalised)
+            return tokens
+        return None
+
+    def _draw_by_steps(self, logits: Tensor, position: Tensor, work: Work) -> Tensor:
+        """By PyTorch, which knows every option."""
+        numbers = dict(zip(OPTIONS, self._numbers[:, : len(logits), None], strict=True))
+        seen, temperature, penalty = self._seen[: len(logits)], numbers["temperature"], numbers["repetition_penalty"]
         if work.penalised:
             factor = torch.where(logits > 0, 1 / penalty, penalty).float()
             logits = torch.where(seen, logits * factor, logits)
         peak, tokens = logits.max(-1, keepdim=True)
         if not work.greedy:
             weight = ((logits - peak) / temperature.clamp(min=_COLDEST).float()).exp()  # the likeliest has 1
-            if work.floored:
-                weight = torch.where(weight < min_p.float(), 0, weight)
+            for name in work.effects:
+                weight = _EFFECTS[name](weight, numbers[name])
             if work.narrowed:
-                weight = _narrowed(weight, top_k, top_p)
+                weight = _narrowed(weight, numbers["top_k"], numbers["top_p"])
             reached = weight.cumsum(-1, dtype=torch.float64)
             target = uniform(self._seed[: len(logits)], position).unsqueeze(1) * reached[:, -1:]
             drawn = torch.searchsorted(reached, target, right=True).clamp(max=logits.shape[1] - 1)
             tokens = torch.where(temperature == 0, tokens, drawn)
         if work.penalised:
             seen.scatter_(1, tokens, True)
-        chosen = torch.where(peak.isfinite(), tokens, -1).squeeze(1)
-        return Draw(chosen, None if work.top is None else score(given, tokens.squeeze(1), work.top))
-
-    def _draw_in_c(self, found: CDLL, logits: Tensor, position: Tensor, penalised: bool) -> Tensor:
-        logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        tensors = (logits, self._numbers, self._seed, position, self._seen if penalised else None, tokens)
-        found.gss_draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
-        return tokens
+        return torch.where(peak.isfinite(), tokens, -1).squeeze(1)
 
 
 def _likeliest(logits: Tensor) -> Tensor:
     """The likeliest token of each row of logits [B, V], −1 where they are not finite."""
     plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
-    if plain and (found := cpu.library()) is not None:
-        return torch.tensor([found.gss_largest(len(row), row.data_ptr()) for row in logits], dtype=torch.int64)
+    if plain and (largest := cpu.function("gss_largest", "lp")) is not None:
+        return torch.tensor([largest(len(row), row.data_ptr()) for row in logits], dtype=torch.int64)
     peak, tokens = logits.max(-1)
     return torch.where(peak.isfinite(), tokens, -1)
 
@@ -218,17 +216,13 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Numbers in [0, 1) of float64 for seeds and counters, int64 each: a hash with all bits of both, SplitMix64's."""
-    return ((_mixed(_mixed(seed + _signed(0x9E3779B97F4A7C15)) + counter) >> 12) & (1 << 52) - 1) * 2.0**-52
+    return ((_mixed(_mixed(seed - 0x61C8864680B583EB) + counter) >> 12) & (1 << 52) - 1) * 2.0**-52
 
 
 def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & (1 << 33) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64
 
 
 def _narrowed(weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _state_space(graph: Graph, space: DiagonalStateSpace, u: str, state: str, pi
     kernel = graph.constant(taps[:, None])
     own = graph("Conv", batch, kernel, group=len(taps), pads=[LONGEST - 1, 0], kernel_shape=[LONGEST])
     y = graph.transposed(graph("Squeeze", graph("Add", own, carried), graph.whole(0)), 1, 0)
-    # What the piece leaves: Σ_j Ā^(L−1−j) u_j, on top of Ā^L s. Added up in float64, as in `gss.ops.recurrence`.
+    # What the piece leaves: Σ_j Ā^(L−1−j) u_j, on top of Ā^L s. Added up in float64, as in `gss.ops.state_space`.
     left = torch.stack([powers[:LONGEST].real, powers[:LONGEST].imag]).flip(1).float().numpy()  # [2, 64, N]
     newest = graph("Slice", graph.constant(left), graph("Neg", piece.count), graph.whole(LONGEST), graph.whole(1))
     added = graph("MatMul", signal, newest)  # [2, H, N]

@@ -108,9 +108,9 @@ class TransformerBlock(SequenceLayer):
         return (CompiledAttentionPlan if CompiledAttentionPlan.fits(self) else AttentionPlan)(self, state)
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
-        from gss.nn import gpu_plans
+        from gss.nn.gpu_plans import TransformerPlan
 
-        return gpu_plans.AttentionPlan(self) if gpu_plans.AttentionPlan.fits(self) else None
+        return TransformerPlan(self) if TransformerPlan.fits(self) else None
 
     # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
     # keys and values of past and new tokens together, as far as later ones may need them.
@@ -121,8 +121,7 @@ class TransformerBlock(SequenceLayer):
         if state is None:
             return _causal_attention(queries, keys, values), keys, values
         index = _positions(state["length"], keys.shape[1])
-        capacity = state["keys"].shape[1] + keys.shape[1]
-        keys, values = _placed(state["keys"], keys, index, capacity), _placed(state["values"], values, index, capacity)
+        keys, values = _placed(state, keys, values, index, state["keys"].shape[1] + keys.shape[1])
         return _masked_attention(queries, keys, values, index), keys, values
 
     def _over_chunks(
@@ -142,12 +141,13 @@ class TransformerBlock(SequenceLayer):
         # laid out from its chunk's start. What lies beyond its last token is never attended to.
         index = _positions(state["length"] % self.chunk, length)
         capacity = (-(-(length - 1) // self.chunk) + 1) * self.chunk
-        keys, values = _placed(state["keys"], keys, index, capacity), _placed(state["values"], values, index, capacity)
+        keys, values = _placed(state, keys, values, index, capacity)
         if length == 1:
             return _masked_attention(queries, keys, values, index), keys, values
-        placed = _placed(torch.zeros_like(state["keys"]), queries, index, capacity)
+        at = expand_index(index, queries)
+        placed = torch.zeros_like(keys).scatter(1, at, queries)
         cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (placed, keys, values))
-        attended = _causal_attention(*cut).reshape(placed.shape).gather(1, expand_index(index, queries))
+        attended = _causal_attention(*cut).reshape(placed.shape).gather(1, at)
         return attended, keys, values
 
     def _over_window(
@@ -179,9 +179,11 @@ def _positions(first: Tensor, length: int) -> Tensor:
     return first.unsqueeze(1) + torch.arange(length, device=first.device)
 
 
-def _placed(cached: Tensor, new: Tensor, index: Tensor, capacity: int) -> Tensor:
-    """A cache with room for `capacity` positions and the new rows written at theirs; the given one is untouched."""
-    return sized(cached.to(new.dtype), capacity).scatter(1, expand_index(index, new), new)
+def _placed(state: LayerState, keys: Tensor, values: Tensor, index: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """A state's keys and values with room for `capacity` positions and the new ones written at theirs."""
+    old_keys, old_values = (sized(state[name].to(keys.dtype), capacity) for name in ("keys", "values"))
+    at = expand_index(index, keys)
+    return old_keys.scatter(1, at, keys), old_values.scatter(1, at, values)
 
 
 def _causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gss.nn.decode_plans import Rows
+from gss.nn.decode_plans import RowBuffer
 from gss.nn.decoding import DecodePlan, without_gaps
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
@@ -30,7 +30,7 @@ class _Cache:
 
     def __init__(self, rows: list[int], *buffers: Tensor) -> None:
         self.rows = rows
-        self.buffers = [Rows(buffer) for buffer in buffers]
+        self.buffers = [RowBuffer(buffer) for buffer in buffers]
 
     def add(self, rows: list[int], *buffers: Tensor) -> None:
         """Put rows after those that are there."""
@@ -49,9 +49,9 @@ class _Cache:
 class AttentionPlan(DecodePlan):
     """A Transformer block whose keys and values lie in buffers that are written in place.
 
-    Without chunks, rows of about the same length share a buffer, which each fills at least by half: what a row takes
-    is in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring: a token
-    takes the place of one that has left it, the last few of which are kept so that tokens can be taken back.
+    Without chunks, rows of about the same length share a buffer, which each of them at least half fills: a row takes
+    memory in proportion to its own length, whatever else is in the batch. A sliding window that is full is a ring: a
+    token takes the place of one that has left it, the last few of which are kept so that tokens can be taken back.
     """
 
     def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
@@ -146,19 +146,19 @@ class AttentionPlan(DecodePlan):
                 del self._caches[room]  # the memory of long rows is let go
 
     def _room(self, length: int) -> int:
-        """For how many tokens a row has room: for one more at least."""
+        """How many tokens a row gets room for: at least one more than it has."""
         return self._window if self._chunked else min(self._most, max(_LEAST_ROOM, 1 << length.bit_length()))
 
     def _put(self, room: int, rows: list[int], *tensors: Tensor) -> None:
-        """Add rows to those with room for so many tokens: keys and values [B, h, S, d]."""
-        buffers = [_with_room(tensor, room) for tensor in tensors]
+        """Add rows, keys and values [B, h, S, d], to those with room for this many tokens."""
+        buffers = [F.pad(tensor, (0, 0, 0, room - tensor.shape[2])).contiguous() for tensor in tensors]  # copies
         if room in self._caches:
             self._caches[room].add(rows, *buffers)
         else:
             self._caches[room] = _Cache(rows, *buffers)
 
     def _make_room(self, count: int) -> None:
-        """Give rows twice as much room where so many tokens more would not fit."""
+        """Give rows twice as much room where `count` more tokens would not fit."""
         for room in [] if self._chunked else [room for room in self._caches if room < self._most]:
             cache = self._caches[room]
             full = [slot for slot, row in enumerate(cache.rows) if self._lengths[row] + count > room]
@@ -166,9 +166,3 @@ class AttentionPlan(DecodePlan):
                 rows = [cache.rows[slot] for slot in full]
                 self._put(min(2 * room, self._most), rows, *(held.tensor[full] for held in cache.buffers))
                 self._keep({row: row for row in cache.rows if row not in rows}, [room])
-
-
-def _with_room(cache: Tensor, room: int) -> Tensor:
-    larger = cache.new_zeros(*cache.shape[:2], room, cache.shape[3])
-    larger[:, :, : cache.shape[2]] = cache
-    return larger

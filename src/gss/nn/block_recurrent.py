@@ -12,18 +12,139 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
+from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
 from gss.nn.context import across_ranks, in_turn
+from gss.nn.dense import dense, norm
 from gss.nn.documents import each_document_alone
-from gss.nn.recurrent_cell import CellMemory, StateCell
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
-from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock
+from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock, attend, unit
 from gss.nn.windows import Windows
 
 
-def _bias(attention: WindowAttention, windows: Windows, slots: int, dtype: torch.dtype) -> Tensor:
-    return attention.bias(windows, slots).to(dtype)
+class CellMemory(NamedTuple):
+    """What is read of the vectors while a window of tokens is."""
+
+    identified: Tensor
+    """The normed vectors with their ids added, [B, S, E]."""
+    keys: Tensor
+    """[B, S, h, d], of length 1."""
+    values: Tensor
+    """[B, S, h, d]."""
+
+
+class FixedGate(nn.Module):
+    """s ← g⊙s + (1 − g)⊙z with g = σ(b) learned per channel: an exponential moving average."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.width).normal_(std=0.1))
+
+    def forward(self, vectors: Tensor, proposed: Tensor, hidden: Tensor) -> Tensor:
+        keep = torch.sigmoid(self.bias)
+        return keep * vectors + (1 - keep) * proposed.to(vectors.dtype)
+
+
+class LSTMGate(nn.Module):
+    """s ← s⊙σ(W_f h + b_f + 1) + z⊙σ(W_i h + b_i − 1): what is kept and what is added depend on what was seen."""
+
+    def __init__(self, config: ModelConfig, inputs: int) -> None:
+        super().__init__()
+        self.forget = dense(inputs, config.width, config, bias=True)
+        self.input = dense(inputs, config.width, config, bias=True)
+
+    def forward(self, vectors: Tensor, proposed: Tensor, hidden: Tensor) -> Tensor:
+        forget, admit = (layer(hidden).to(vectors.dtype) for layer in (self.forget, self.input))
+        return vectors * torch.sigmoid(forget + 1) + proposed.to(vectors.dtype) * torch.sigmoid(admit - 1)
+
+
+class StateCell(nn.Module):
+    """S learned vectors to start from, the attention that updates them, and the gate that lets the update in.
+
+        memory = cell.read(vectors)                             # keys and values that tokens attend to
+        vectors = cell.update(vectors, memory, (keys, values))  # after a window, over its tokens' keys and values
+
+    Attention to themselves and to the tokens is put side by side, 2E wide. The layout makes the proposal z of it:
+    "skip" by one dense layer; "single" by a feed-forward that ends in a tanh. The gate sees the 2E (skip) or the
+    feed-forward's hidden activations (single).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        recurrent = config.recurrent
+        self.heads = config.attention.heads
+        self.head_width = config.attention.head_width or config.width // self.heads
+        inner = self.heads * self.head_width
+        self.initial = nn.Parameter(torch.empty(recurrent.vectors, config.width).normal_(std=0.1))
+        self.identity = nn.Parameter(torch.empty(recurrent.vectors, config.width).normal_())
+        self.norm = norm(config.width, config)
+        self.keys_values = dense(config.width, inner, config, blocks=2)
+        self.queries = dense(config.width, inner, config, blocks=2)  # over the vectors, over the tokens
+        self.scale = nn.Parameter(torch.ones(self.heads))
+        self.token_scale = nn.Parameter(torch.ones(self.heads))
+        self.hidden = None
+        hidden = 2 * inner
+        if recurrent.layout == "single":
+            hidden = config.feedforward_width
+            self.hidden = dense(2 * inner, hidden, config)
+        self.activation = ACTIVATIONS[config.activation]
+        self.output = dense(hidden, config.width, config)
+        self.gate = FixedGate(config) if recurrent.gate == "fixed" else LSTMGate(config, hidden)
+
+    def read(self, vectors: Tensor) -> CellMemory:
+        """Keys and values of vectors [B, S, E]."""
+        identified = self.norm(vectors) + self.identity
+        keys, values = self._split(self.keys_values(identified))
+        return CellMemory(identified, unit(keys).to(values.dtype), values)
+
+    def update(
+        self,
+        vectors: Tensor,
+        memory: CellMemory,
+        own: KeysValues,
+        before: KeysValues | None = None,
+        previous: Tensor | None = None,
+    ) -> Tensor:
+        """The vectors after a window; its tokens, and `before` and `previous`, as in `WindowAttention.in_window`.
+
+        Every vector sees every token of both windows: no bias, no causal mask.
+        """
+        keys, values = (tensor.to(memory.values.dtype) for tensor in own)
+        mask = None
+        if before is not None:
+            keys, values = (
+                torch.cat([old.to(new.dtype), new], 1) for old, new in zip(before, (keys, values), strict=True)
+            )
+            if previous is not None:
+                current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
+                mask = (previous.unsqueeze(1) | current)[:, None, None]
+        queries, token_queries = self._split(self.queries(memory.identified))
+        over_vectors = attend(unit(queries, self.scale), memory.keys, memory.values)
+        over_tokens = attend(unit(token_queries, self.token_scale), keys, values, mask)
+        attended = torch.cat([over_vectors.flatten(2), over_tokens.flatten(2)], dim=-1)
+        if self.hidden is None:
+            return self.gate(vectors, self.output(attended), attended)
+        hidden = self.activation(self.hidden(attended))
+        return self.gate(vectors, torch.tanh(self.output(hidden)), hidden)
+
+    def no_update(self) -> Tensor:
+        """Zero, with a gradient of zero for every parameter that only an update uses."""
+        modules = [module for module in (self.queries, self.hidden, self.output, self.gate) if module is not None]
+        parameters = [self.scale, self.token_scale, *(p for module in modules for p in module.parameters())]
+        return torch.stack([parameter.sum() for parameter in parameters]).sum() * 0
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.unflatten(-1, (2, self.heads, self.head_width)).unbind(2)
+        return first, second
+
+    def dense_flops(self) -> tuple[int, int]:
+        """Of the dense layers, for all vectors: of a `read` and of an `update`."""
+        layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
+        reading = 2 * self.keys_values.weight.numel()
+        vectors = self.initial.shape[0]
+        return vectors * reading, vectors * (2 * sum(layer.weight.numel() for layer in layers) - reading)
 
 
 def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
@@ -31,35 +152,16 @@ def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tu
     return functional_call(block, weights, window) if weights else block(*window)
 
 
-def _update(
-    cell: StateCell,
-    vectors: Tensor,
-    memory: CellMemory,
-    own: KeysValues,
-    before: KeysValues | None,
-    previous: Tensor | None,
-) -> Tensor:
-    """The vectors after a window; `before` and `previous` as in `WindowAttention.in_window`."""
-    if before is None:
-        return cell.update(vectors, memory, *own)
-    keys, values = (torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(before, own, strict=True))
-    seen = None
-    if previous is not None:
-        window = before[0].shape[1]
-        seen = previous.unsqueeze(1) | (torch.arange(2 * window, device=keys.device) >= window)
-    return cell.update(vectors, memory, keys, values, seen)
-
-
 class _Work(NamedTuple):
-    """What is done in a window, as functions of modules and tensors.
+    """The work of a window, as functions of modules and tensors.
 
     Compiled, one graph of each (two, where the first window's differs) serves all windows, blocks and layers.
     """
 
-    bias: Callable[..., Tensor] = _bias
+    bias: Callable[..., Tensor] = WindowAttention.bias
     read: Callable[..., CellMemory] = StateCell.read
     through: Callable[..., tuple[Tensor, KeysValues]] = _through
-    update: Callable[..., Tensor] = _update
+    update: Callable[..., Tensor] = StateCell.update
 
 
 _PLAIN = _Work()
@@ -98,7 +200,7 @@ class RecurrentStack(SequenceLayer):
         block, cell = self._blocks()[0], self.cell
         vectors, inner = cell.initial.shape[0], block.heads * block.head_width
         a_token = 4 * inner * (block.attention.keys_seen(length) + vectors) * len(self.blocks)
-        # The cell's products are a window's, not a token's, as whoever counts dense layers takes them to be.
+        # The cell's products happen once per window, but are counted once per token with all other dense layers.
         read, update = cell.dense_flops()
         update_attention = 4 * inner * vectors * (vectors + 2 * self.window)
         windows, updates = -(-length // self.window), length // self.window
@@ -109,13 +211,12 @@ class RecurrentStack(SequenceLayer):
     @each_document_alone
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         windows = Windows(self.window, x.shape[1], state["length"] if state else None)
-        vectors = self._start(x.shape[0], state)
-        tokens = windows.spread(x)
-        parts = windows.parts
-        blocks = self._blocks()
+        vectors, tokens = self._start(x.shape[0], state), windows.spread(x)
+        parts, blocks = windows.parts, self._blocks()
         nothing = x.new_zeros(()).expand(x.shape[0], 2 * self.window, blocks[0].heads, blocks[0].head_width)
         given = [(state[f"keys{i}"], state[f"values{i}"]) if state else (nothing, nothing) for i in range(len(blocks))]
-        caches = [_Cache(windows, *tensors) for tensors in given]
+        # Each block's keys and values: the window before the piece, then every window of it.
+        runs: list[list[KeysValues]] = [[(keys[:, : self.window], values[:, : self.window])] for keys, values in given]
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else blocks[0].projection.weight.dtype
         works = [self._work(windows, part) for part in parts]
@@ -128,21 +229,21 @@ class RecurrentStack(SequenceLayer):
         }
         outputs = []
         for part, work in zip(parts, works, strict=True):
-            # Of strides that do not say how long the piece was: a graph is kept for each.
+            # Contiguous, so that the strides do not depend on the piece's length: each would get a graph of its own.
             hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
             memory = work.read(self.cell, vectors)
-            previous, fresh = windows.has_previous(part), windows.fresh(part)
-            before = [cache.latest if previous is not False else None for cache in caches]
+            previous, kept = windows.has_previous(part), windows.kept(part, given)
+            before = [run[-1] if previous is not False else None for run in runs]
             some = previous if isinstance(previous, Tensor) else None
-            for i, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+            for i, block in enumerate(blocks):
                 bias = biases[part.stop - part.start][i]
-                window = (hidden, (memory.keys, memory.values), bias, before[i], some, cache.kept(part), fresh)
+                window = (hidden, (memory.keys, memory.values), bias, before[i], some, kept[i])
                 hidden, own = work.through(block, weights[i], *window)
-                cache.extend(own)
+                runs[i] = [*runs[i][-2:], own]  # a row that stands late in its window needs two of those before
             outputs.append(hidden)
             if keep_state or part is not parts[-1]:
                 writer = self.writer
-                move = (memory, caches[writer].latest, before[writer], some)
+                move = (memory, runs[writer][-1], before[writer], some)
                 vectors = self._moved_on(work, windows.filled(part), vectors, *move)
         y = windows.collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if len(parts) == 1 and torch.is_grad_enabled():
@@ -150,42 +251,33 @@ class RecurrentStack(SequenceLayer):
         if not keep_state:
             return y, {}
         after: LayerState = {"vectors": vectors}
-        for i, cache in enumerate(caches):
-            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in cache.remaining())
+        needed = 1 + len(parts) - windows.done // self.window  # windows that the next piece may look at
+        for i, run in enumerate(runs):
+            left = (windows.remaining(torch.cat(each, dim=1)) for each in zip(*run[-needed:], strict=True))
+            after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in left)
         return y, {**after, "length": windows.read(x)}
 
     def _work(self, windows: Windows, part: slice) -> _Work:
-        """How a window is worked on: compiled in training, where all rows have all of it to read."""
+        """How a window is processed: compiled in training, where every row reads the whole of it."""
         whole = windows.index is None and part.stop - part.start == self.window
         return self._compiled if self._compiled and whole and torch.is_grad_enabled() else _PLAIN
 
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
-        """The vectors that the first window comes in with, [B, S, E]: learned ones where nothing was read."""
+        """The vectors before the first window, [B, S, E]: the learned ones where nothing has been read."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
         if state is None:
             return learned.clone()  # a state is a value: it must not change with the parameter
         return torch.where((state["length"] == 0)[:, None, None], learned, state["vectors"])
 
-    def _moved_on(
-        self,
-        work: _Work,
-        filled: bool | Tensor,
-        vectors: Tensor,
-        memory: CellMemory,
-        own: KeysValues,
-        before: KeysValues | None,
-        previous: Tensor | None,
-    ) -> Tensor:
-        """The vectors after a window, in the rows that have read all of it."""
+    def _moved_on(self, work: _Work, filled: bool | Tensor, vectors: Tensor, *window: Any) -> Tensor:
+        """The vectors after a window (what `StateCell.update` takes of it), in the rows that have read all of it."""
         if not isinstance(filled, Tensor):
-            return work.update(self.cell, vectors, memory, own, before, previous) if filled else vectors
+            return work.update(self.cell, vectors, *window) if filled else vectors
         rows = filled.nonzero().squeeze(1)
         if not len(rows):
             return vectors
-        memory, own = CellMemory(*(tensor[rows] for tensor in memory)), (own[0][rows], own[1][rows])
-        before = before and (before[0][rows], before[1][rows])
-        previous = None if previous is None else previous[rows]
-        return vectors.index_copy(0, rows, work.update(self.cell, vectors[rows], memory, own, before, previous))
+        chosen = tree_map_only(Tensor, lambda tensor: tensor[rows], (vectors, *window))
+        return vectors.index_copy(0, rows, work.update(self.cell, *chosen))
 
     def _blocks(self) -> list[WindowBlock]:
         return [block for block in self.blocks if isinstance(block, WindowBlock)]
@@ -195,40 +287,6 @@ def _dense_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of dense layers by name, cast."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers}
-
-
-class _Cache:
-    """One block's keys and values while a piece is read: the window before it, then every window of it."""
-
-    def __init__(self, windows: Windows, keys: Tensor, values: Tensor) -> None:
-        self._windows = windows
-        self._room = [windows.room(tensor) for tensor in (keys, values)] if windows.index is not None else None
-        self._runs: list[KeysValues] = [(keys[:, : windows.window], values[:, : windows.window])]
-
-    def kept(self, part: slice) -> KeysValues | None:
-        """What a window's slots held before the piece; None where it fills them all."""
-        if self._room is None:
-            return None
-        size = self._windows.window
-        keys, values = (tensor[:, size + part.start : size + part.stop] for tensor in self._room)
-        return keys, values
-
-    def extend(self, own: KeysValues) -> None:
-        """Add the next window's; of those before, a row that stands late in its window needs two at the end."""
-        self._runs = [*self._runs[-2:], own]
-
-    @property
-    def latest(self) -> KeysValues:
-        """The last window's."""
-        return self._runs[-1]
-
-    def remaining(self) -> KeysValues:
-        """What the next piece needs of them, [B, 2W, h, d] each."""
-        windows = self._windows
-        needed = 1 + len(windows.parts) - windows.done // windows.window
-        runs = zip(*self._runs[-needed:], strict=True)
-        keys, values = (windows.remaining(torch.cat(run, dim=1) if len(run) > 1 else run[0]) for run in runs)
-        return keys, values
 
 
 class RecurrentLayer(RecurrentStack):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gss.nn.documents import Documents, on_one_tensor
+from gss.nn.documents import Documents
 from gss.nn.state import LayerState, SequenceLayer
 from gss.ops import fast
 
@@ -234,12 +234,11 @@ def across_ranks(way: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
     def decorate(mixer: Callable[..., Any]) -> Callable[..., Any]:
         @fast.uncompiled  # exchanges between ranks are not the compiler's
-        def exchange(self: Any, x: Any, stretch: Stretch, keep_state: bool) -> Any:
-            function, rows = on_one_tensor(functools.partial(mixer, self), x)
-            return way(self, function, rows, stretch, keep_state)
+        def exchange(self: Any, x: Tensor, stretch: Stretch, keep_state: bool) -> Any:
+            return way(self, functools.partial(mixer, self), x, stretch, keep_state)
 
         @functools.wraps(mixer)
-        def mix(self: Any, x: Any, state: Any = None, keep_state: bool = True) -> Any:
+        def mix(self: Any, x: Tensor, state: Any = None, keep_state: bool = True) -> Any:
             if isinstance(state, Stretch):
                 return exchange(self, x, state, keep_state)
             return mixer(self, x, state, keep_state)

@@ -6,28 +6,28 @@ More rows, autocast and `GSS_FAST=0` take PyTorch's way, on the same buffers.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gss.nn.attention import TransformerBlock
 from gss.nn.attention_plan import AttentionPlan
-from gss.nn.decode_plans import Rows, StateSpacePlan
+from gss.nn.decode_plans import RowBuffer, StateSpacePlan
 from gss.nn.decoding import Block, DecodePlan
+from gss.nn.dense import FeedForward
+from gss.nn.gss import GSSLayer
+from gss.nn.gss2 import GSS2Layer
 from gss.nn.quantized import QuantizedLinear, packed_weight
 from gss.nn.state import LayerState
 from gss.ops import cpu, matrix_state
 from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
 
-if TYPE_CHECKING:
-    from gss.nn.attention import TransformerBlock
-    from gss.nn.dense import FeedForward
-    from gss.nn.gss import GSSLayer
-    from gss.nn.gss2 import GSS2Layer
-
 # Vectors have so many numbers.
 _LANES = 16
+# `struct cache` of kernels.c: a row's keys and values; the tokens that it has room for, and those that it has read.
+_CACHE = cpu.record(*"ppll")
 
 
 def usable(layer: nn.Module, *activations: str) -> bool:
@@ -40,15 +40,18 @@ def usable(layer: nn.Module, *activations: str) -> bool:
     return all(map(suits, map(packed_weight, dense))) and all(each in cpu.ACTIVATIONS for each in activations)
 
 
-def _call(name: str, struct: ctypes.Structure, x: Tensor, *arguments: Any) -> Tensor | None:
-    """A layer's outputs [B, L, E] by a C function; None where PyTorch must compute them."""
-    found = cpu.library()
+def _call(name: str, types: str, struct: ctypes.Structure, x: Tensor, *arguments: Any) -> Tensor | None:
+    """A layer's outputs [B, L, E] by a C function of its structure, B, L, arguments of these types, x and the outputs.
+
+    None where PyTorch must compute them.
+    """
+    found = cpu.function(name, f"pll{types}pp")
     if found is None or len(x) * x.shape[1] > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
     given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
-    getattr(found, name)(ctypes.byref(struct), *x.shape[:2], *given, x.data_ptr(), y.data_ptr())
+    found(ctypes.byref(struct), *x.shape[:2], *given, x.data_ptr(), y.data_ptr())
     return y
 
 
@@ -57,61 +60,61 @@ def _tensors(layer: nn.Module) -> list[Tensor]:
     return [tensor.detach() for tensor in (*layer.parameters(), *layer.buffers())]
 
 
-def _norm(norm: nn.LayerNorm | nn.RMSNorm) -> cpu.Norm:
+def _norm(norm: nn.LayerNorm | nn.RMSNorm) -> ctypes.Structure:
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
     epsilon = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-    return cpu.Norm(isinstance(norm, nn.LayerNorm), epsilon, *map(cpu.pointer, (norm.weight, bias)))
+    return cpu.structure(isinstance(norm, nn.LayerNorm), float(epsilon), norm.weight, bias)
 
 
-def _matrices(*dense: nn.Linear | None) -> list[cpu.Matrix]:
-    return [matrix(packed_weight(each), each.bias) if each else cpu.Matrix() for each in dense]
+def _matrices(*dense: nn.Linear | None) -> list[ctypes.Structure]:
+    return [matrix(packed_weight(each), each.bias) if each else cpu.MATRIX() for each in dense]
 
 
-def _feedforward(layer: "FeedForward") -> cpu.FeedForward:
+def _feedforward(layer: FeedForward) -> ctypes.Structure:
     matrices = _matrices(layer.inner, layer.gated, layer.outer)
-    return cpu.FeedForward(_norm(layer.norm), *matrices, cpu.ACTIVATIONS[layer.activation])
+    return cpu.structure(_norm(layer.norm), *matrices, cpu.ACTIVATIONS[layer.activation])
 
 
 class CompiledGSSPlan(StateSpacePlan):
     """A GSS layer."""
 
-    def __init__(self, layer: "GSSLayer", state: LayerState, block: Block) -> None:
+    def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
         super().__init__(layer, layer.spaces(), state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
         norms = map(_norm, (layer.norm, layer.inner_norm))
         matrices = _matrices(layer.inner, layer.gate, layer.context, layer.output)
-        taps = self._space.reversed_taps.data_ptr()
-        self._struct = cpu.GSS(*norms, *matrices, cpu.ACTIVATIONS[layer.activation], block.size, taps)
+        taps = self._space.reversed_taps
+        self._struct = cpu.structure(*norms, *matrices, cpu.ACTIVATIONS[layer.activation], block.size, taps)
 
     def step(self, x: Tensor) -> Tensor:
-        y = _call("gss_layer", self._struct, x, self._block.read, *self._space.buffers_of_rows())
+        space = self._space
+        y = _call("gss_layer", "lpp", self._struct, x, self._block.read, space.inputs.tensor, space.carried.tensor)
         return super().step(x) if y is None else y
 
 
 class CompiledGSS2Plan(DecodePlan):
     """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
 
-    def __init__(self, layer: "GSS2Layer", state: LayerState) -> None:
+    def __init__(self, layer: GSS2Layer, state: LayerState) -> None:
         self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
         # Both are those after the first token of a step; those after the others follow, of a row alone.
-        self._states = Rows(state["modes"].clone())
-        self._recent = Rows(self._after_one(state["recent"]))
+        self._states = RowBuffer(state["modes"].clone())
+        self._recent = RowBuffer(self._after_one(state["recent"]))
         self._ahead = state["modes"].new_empty(0)
         rate = space.rate()
         self._factor = torch.stack(matrix_state.powers(rate, 1)).float().contiguous()  # [2, h, N]
         self._energy = space.energy(rate).float().contiguous()  # [h, 2N]
-        tensors = (taps, self._factor, self._energy, space.skip, layer.output_scale)
-        self._struct = cpu.GSS2(
+        self._struct = cpu.structure(
             _norm(layer.norm),
             *_matrices(layer.query, layer.key, layer.value, layer.gate, layer.output),
             _feedforward(layer.feedforward),
             *(space.heads, space.modes, state["modes"].shape[-1], len(taps)),
-            *map(cpu.pointer, tensors),
+            *(taps, self._factor, self._energy, space.skip, layer.output_scale),
         )
 
     @staticmethod
-    def fits(layer: "GSS2Layer") -> bool:
+    def fits(layer: GSS2Layer) -> bool:
         """Whether the C functions know this layer, and are there."""
         widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
         return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
@@ -121,7 +124,7 @@ class CompiledGSS2Plan(DecodePlan):
         if length > 1 and not len(self._ahead):
             self._ahead = self._states.tensor.new_empty(MOST_ROWS - 1, *self._states.tensor.shape[1:])
         buffers = (self._states.tensor, self._ahead, self._recent.tensor)
-        y = _call("gss2_layer", self._struct, x, self._at, *buffers)
+        y = _call("gss2_layer", "lppp", self._struct, x, self._at, *buffers)
         if y is None:
             assert length == 1, "only C keeps a state for every token"
             y, after = self._layer(x, self._now())
@@ -169,21 +172,20 @@ class CompiledGSS2Plan(DecodePlan):
 class CompiledAttentionPlan(AttentionPlan):
     """A Transformer block."""
 
-    def __init__(self, layer: "TransformerBlock", state: LayerState) -> None:
+    def __init__(self, layer: TransformerBlock, state: LayerState) -> None:
         super().__init__(layer, state)
         self._frequency, self._kept = None, _tensors(layer)
         if layer.rotary_base is not None:
             self._frequency = rotary_frequencies(layer.head_width, layer.rotary_base, torch.device("cpu"))
-        self._struct = cpu.Transformer(
+        self._struct = cpu.structure(
             _norm(layer.norm),
             *_matrices(layer.query_key_value, layer.output),
             _feedforward(layer.feedforward),
-            *(layer.heads, self._window, self._chunked),
-            cpu.pointer(self._frequency),
+            *(layer.heads, self._window, self._chunked, self._frequency),
         )
 
     @staticmethod
-    def fits(layer: "TransformerBlock") -> bool:
+    def fits(layer: TransformerBlock) -> bool:
         """Whether the C functions know this layer, and are there."""
         plain = layer.query_norm is None and not layer.head_width % _LANES
         return plain and usable(layer, layer.feedforward.activation)
@@ -193,18 +195,18 @@ class CompiledAttentionPlan(AttentionPlan):
         buffers = [held.tensor for cache in self._caches.values() for held in cache.buffers]
         y = None
         if all(buffer.dtype == torch.float32 for buffer in buffers):
-            y = _call("gss_transformer", self._struct, x, self._rows())
+            y = _call("gss_transformer", "p", self._struct, x, self._rows())
         if y is None:
             return super().step(x)
         self._lengths = [length + x.shape[1] for length in self._lengths]
         return y
 
     def _rows(self) -> Any:
-        rows = (cpu.Cache * len(self._lengths))()
+        rows = (_CACHE * len(self._lengths))()
         for room, cache in self._caches.items():
             tensors = [held.tensor for held in cache.buffers]
             size = math.prod(tensors[0].shape[1:]) * tensors[0].element_size()
             for place, row in enumerate(cache.rows):
                 places = (tensor.data_ptr() + place * size for tensor in tensors)
-                rows[row] = cpu.Cache(*places, room, self._lengths[row])
+                rows[row] = _CACHE(*places, room, self._lengths[row])
         return rows

@@ -1,7 +1,7 @@
 """How layers decode: plans that read one token after another, without gradients, on any device.
 
 A plan starts from a state, changes its own copies in place, and gives the state back at any time: between two steps it
-is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`ForwardPlan`). Rows may join and
+is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`DecodePlan`). Rows may join and
 leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
 """
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.decoding import Block, DecodePlan
-from gss.nn.state import LayerState, ModelState, SequenceLayer
+from gss.nn.state import LayerState, SequenceLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import cpu
-from gss.ops.recurrence import carried_output, final_state, transition
+from gss.ops.state_space import carried_output, final_state, transition
 from gss.ops.vandermonde import powers
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Rows:
+class RowBuffer:
     """A tensor of its own whose rows (dimension 0) come and go in place: room is left, and few rows are moved."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -44,27 +44,6 @@ class Rows:
             places, sources = (list(side) for side in zip(*moved, strict=True))
             self._room[places] = self._room[sources]
         self.tensor = self._room[: len(rows)]
-
-
-class ForwardPlan(DecodePlan):
-    """Any layer, by its own contract."""
-
-    def __init__(self, layer: SequenceLayer, state: LayerState) -> None:
-        self._layer, self._state = layer, state
-
-    def step(self, x: Tensor) -> Tensor:
-        y, self._state = self._layer(x, self._state)
-        return y
-
-    def state(self) -> LayerState:
-        return self._state
-
-    def join(self, state: LayerState) -> None:
-        position = torch.zeros(0, dtype=torch.int64)  # not this layer's to know
-        self._state = ModelState.join([ModelState(position, (each,)) for each in (self._state, state)]).layers[0]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
 
 
 class StateSpacePlan(DecodePlan):
@@ -118,10 +97,10 @@ class BlockedStateSpace(nn.Module):
 
     Within a block the output is what the state at the block's start still adds, computed for the whole block at
     once, and the block's own inputs convolved with the kernel's first taps. At its end the block is folded into the
-    state. Exact, in the state's precision under autocast too, and of the state's memory traffic one part in a block's
-    size is left. A row that joins in the middle of a block has zeros for the inputs that it missed, and its state
-    counts from where it joined. The modes are float64 from fold to fold: inputs whose mean is not 0 round the same way
-    each time, and millions of tokens would add that up.
+    state. This is exact, and in the state's precision even under autocast; a block of W tokens reads and writes the
+    state once instead of W times. A row that joins in the middle of a block has zeros for the inputs that it missed,
+    and its state counts from where it joined. Between folds the modes are kept in float64: inputs whose mean is not 0
+    round the same way each time, and over millions of tokens the error would add up.
     """
 
     def __init__(self, space: DiagonalStateSpace, modes: Tensor, block: Block) -> None:
@@ -136,9 +115,9 @@ class BlockedStateSpace(nn.Module):
             real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
             self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
             self._readout = self._readout * transition(self._log_a, self._readout.dtype)
-        self._modes = Rows(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
-        self._inputs = Rows(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
-        self._carried = Rows(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
+        self._modes = RowBuffer(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
+        self.inputs = RowBuffer(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
+        self.carried = RowBuffer(taps.new_zeros(modes.shape[0], block.size, taps.shape[0]))  # [B, W, H]
         self._carry()
 
     def forward(self, u: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -147,22 +126,19 @@ class BlockedStateSpace(nn.Module):
         The tokens are within the block; L is 1, or more where tokens are read ahead.
         """
         read, size, length = self._block.read, self._block.size, u.shape[1]
-        inputs, taps, carried = self._inputs.tensor, self.reversed_taps, self._carried.tensor
-        if taps.dtype == torch.float32 and taps.device.type == "cpu" and (found := cpu.library()) is not None:
+        inputs, taps, carried = self.inputs.tensor, self.reversed_taps, self.carried.tensor
+        plain = taps.dtype == torch.float32 and taps.device.type == "cpu"
+        if plain and (steps := cpu.function("gss_blocked_steps", "lllllppppp")) is not None:
             u = u.float().contiguous()
             y = torch.empty_like(u)
             tensors = (u, inputs, taps, carried, y)
-            found.gss_blocked_steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
+            steps(len(u), length, len(taps), size, read, *map(cpu.pointer, tensors))
             return y, None
         inputs[:, :, read : read + length] = u.transpose(1, 2)
         with torch.autocast(u.device.type, enabled=False):
             ends = range(read + 1, read + length + 1)
             parts = [torch.einsum("bhw,hw->bh", inputs[:, :, :end], taps[:, size - end :]) for end in ends]
             return torch.stack(parts, dim=1) + carried[:, read : read + length], None
-
-    def buffers_of_rows(self) -> tuple[Tensor, Tensor]:
-        """The inputs of the block so far, and what the state at its start adds to its outputs."""
-        return self._inputs.tensor, self._carried.tensor
 
     def fold(self) -> None:
         """Move on to the next block."""
@@ -183,17 +159,17 @@ class BlockedStateSpace(nn.Module):
         modes = torch.view_as_complex(modes)
         read, count = self._block.read, len(modes)
         self._modes.add(modes)
-        self._inputs.add(self._inputs.tensor.new_zeros(count, *self._inputs.tensor.shape[1:]))
-        self._carried.add(self._carried.tensor.new_zeros(count, *self._carried.tensor.shape[1:]))
-        self._carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
+        self.inputs.add(self.inputs.tensor.new_zeros(count, *self.inputs.tensor.shape[1:]))
+        self.carried.add(self.carried.tensor.new_zeros(count, *self.carried.tensor.shape[1:]))
+        self.carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        for held in (self._modes, self._inputs, self._carried):
+        for held in (self._modes, self.inputs, self.carried):
             held.keep(rows)
 
     def _carry(self) -> None:
-        self._carried.tensor.copy_(self._output_of(self._modes.tensor, self._block.size))
+        self.carried.tensor.copy_(self._output_of(self._modes.tensor, self._block.size))
 
     def _output_of(self, modes: Tensor, length: int) -> Tensor:
         """What states add to the next outputs: [B, L, H]."""
@@ -207,7 +183,7 @@ class BlockedStateSpace(nn.Module):
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """The block until now: what it leaves of the state at its start, in float64, and what it adds: [B, H, N]."""
         block = self._block
-        signal = self._inputs.tensor[:, :, : block.read]
+        signal = self.inputs.tensor[:, :, : block.read]
         with torch.autocast(signal.device.type, enabled=False):
             if self._table is None:
                 added = final_state(signal.transpose(1, 2), self._log_a, None)

@@ -5,9 +5,11 @@ counted in blocks, and at the end of each, plans that only collect what they rea
 sequences of the batch; they join and leave between steps.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,13 +31,8 @@ class Block:
         """How many rows there are."""
         return len(self.joined)
 
-    @property
-    def full(self) -> bool:
-        """Whether it is time to fold the block into the state."""
-        return self.read == self.size
-
     def join(self, rows: int) -> None:
-        """Let rows in; the first ones begin a block."""
+        """Add rows; the first ones begin a block."""
         if not self.joined:
             self.read = 0
         self.joined += [self.read] * rows
@@ -51,7 +48,7 @@ class Block:
 
 
 def without_gaps(gone: Sequence[bool]) -> list[int]:
-    """An order of those rows that stay: the last ones fill the places of those that go, which moves the fewest."""
+    """An order of the rows that stay: the last ones take the places of those that go, so that few rows move."""
     order = list(range(len(gone)))
     for place in reversed(range(len(gone))):
         if gone[place]:
@@ -62,11 +59,15 @@ def without_gaps(gone: Sequence[bool]) -> list[int]:
 
 
 class DecodePlan:
-    """One layer, reading a token at a time (`gss.nn.decode_plans`)."""
+    """One layer, reading a token at a time: by its own contract here, faster in `gss.nn.decode_plans`."""
+
+    def __init__(self, layer: Any, state: dict[str, Tensor]) -> None:
+        self._layer, self._state = layer, state
 
     def step(self, x: Tensor) -> Tensor:
         """The outputs [B, L, E] for the next tokens of each row: one, or as many as `ahead` allows."""
-        raise NotImplementedError
+        y, self._state = self._layer(x, self._state)
+        return y
 
     def ahead(self) -> int:
         """How many tokens of a row alone can be read in a step so that the last of them can be taken back."""
@@ -81,29 +82,46 @@ class DecodePlan:
 
     def state(self) -> dict[str, Tensor]:
         """The state after what has been read."""
-        raise NotImplementedError
+        return self._state
 
     def join(self, state: dict[str, Tensor]) -> None:
         """Add the rows of a state, after those that are there."""
-        raise NotImplementedError
+        self._state = {name: join_rows([tensor, state[name]]) for name, tensor in self._state.items()}
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        raise NotImplementedError
+        self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
 
 
-class GPUPlan(Protocol):
-    """One layer's weights as the kernels of a GPU read them; shared by the buffers of every batch size."""
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate over the batch; what grows with reading (dimension 1 of a key cache) is padded to the longest."""
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        short = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+        missing = [count for each in reversed(short) for count in (0, each)]
+        padded.append(torch.nn.functional.pad(tensor, missing) if any(missing) else tensor)
+    return torch.cat(padded)
 
-    def rows(self, stream: "Stream") -> "GPURows":
-        """What changes from step to step, for the rows of a stream."""
 
+class GPUPlan:
+    """One layer's weights as the kernels of a GPU read them and, `on` a stream, its buffers and its launches.
 
-class GPURows(Protocol):
-    """One layer's buffers for a number of rows that never changes, and its launches on them.
-
-    A CUDA graph holds the launches, so every call works on the same memory. Rows are named by their places.
+    The weights are shared by the buffers of every batch size. A CUDA graph holds the launches, so every call works on
+    the same memory. Rows are named by their places.
     """
+
+    stream: "Stream"
+
+    def on(self, stream: "Stream") -> Self:
+        """This plan with buffers for the rows of a stream."""
+        plan = copy.copy(self)
+        plan.stream = stream
+        plan.make_room(stream)
+        return plan
+
+    def make_room(self, stream: "Stream") -> None:
+        """Make the buffers."""
 
     def launch(self) -> None:
         """Read the next token of every row: from the stream, and added to it."""
@@ -116,3 +134,4 @@ class GPURows(Protocol):
 
     def state(self, places: Tensor, block: Block) -> dict[str, Tensor]:
         """The state of these rows, the first that joined the block, after what has been read."""
+        raise NotImplementedError

@@ -81,23 +81,15 @@ def _since(starts: Tensor) -> Tensor:
     return column - torch.where(starts, column, 0).cummax(dim=1).values
 
 
-def on_one_tensor(mixer: Callable[..., Any], x: Any) -> tuple[Callable[..., Any], Tensor]:
-    """A mixer of a tuple of tensors of one shape [B, L, …] as one of a single tensor [B, L, tensors, …]."""
-    if isinstance(x, Tensor):
-        return mixer, x
-    return lambda rows, *options: mixer(rows.unbind(2), *options), torch.stack(x, dim=2)
-
-
 def each_document_alone(mixer: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a mixer, (self, x, state, keep_state) → (y, state): given `Documents` for a state, it reads each of
-    them from its start, and returns an empty state. x is a tensor [B, L, …], or a tuple of several of one shape.
+    them from its start, and returns an empty state. x is [B, L, …].
     """
 
     @functools.wraps(mixer)
-    def mix(self: Any, x: Any, state: Any = None, keep_state: bool = True) -> Any:
+    def mix(self: Any, x: Tensor, state: Any = None, keep_state: bool = True) -> Any:
         if not isinstance(state, Documents):
             return mixer(self, x, state, keep_state)
-        function, rows = on_one_tensor(functools.partial(mixer, self), x)
-        return state.mix(lambda rows, _: function(rows, None, False)[0], rows), {}
+        return state.mix(lambda rows, _: mixer(self, rows, None, False)[0], x), {}
 
     return mix

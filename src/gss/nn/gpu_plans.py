@@ -5,25 +5,22 @@ sum stay float32. A layer says by its `gpu_plan` whether there are kernels for i
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor, nn
 
-from gss.nn.decoding import Block
+from gss.nn.attention import TransformerBlock
+from gss.nn.decoding import Block, GPUPlan
+from gss.nn.dense import FeedForward
+from gss.nn.gss import GSSLayer
+from gss.nn.gss2 import GSS2Layer
 from gss.nn.state import LayerState
 from gss.nn.windows import as_ring, in_order
-from gss.ops.gpu import decode, decode_attention, decode_batch, decode_fold, decode_keyed
+from gss.ops.gpu import decode, decode_batch, decode_mixers
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
 from gss.ops.positions import rotary_frequencies
-from gss.ops.recurrence import carried_output, carried_state, final_state
-
-if TYPE_CHECKING:
-    from gss.nn.attention import TransformerBlock
-    from gss.nn.dense import FeedForward
-    from gss.nn.gss import GSSLayer
-    from gss.nn.gss2 import GSS2Layer
+from gss.ops.state_space import carried_output, carried_state, final_state
 
 WIDEST = 4096
 """The widest vector that a kernel holds at once."""
@@ -31,11 +28,11 @@ _MOST_CHANNELS = 1024
 _LARGEST_STATE = 2**14  # complex numbers of a head that a program holds
 
 
-class GSSPlan:
+class GSSPlan(GPUPlan):
     """A GSS layer with eigenvalues that all channels share."""
 
     @torch.no_grad()
-    def __init__(self, layer: "GSSLayer", block: int) -> None:
+    def __init__(self, layer: GSSLayer, block: int) -> None:
         space = layer.state_space
         self.norm, self.inner_norm = norm_pair(layer.norm), norm_pair(layer.inner_norm)
         self.gate_inner = dense_pair(layer.gate, layer.inner)  # [F + H, E]
@@ -52,31 +49,24 @@ class GSSPlan:
         self.out_of = conjugate[:, 1:].transpose(1, 2).contiguous()  # [2, N, W]: a^(k+1)
 
     @staticmethod
-    def fits(layer: "GSSLayer") -> bool:
+    def fits(layer: GSSLayer) -> bool:
         """Whether the kernels have room for a layer."""
         return layer.state_space.log_step is None and layer.state_space.channels <= _MOST_CHANNELS
 
-    def rows(self, stream: Stream) -> "_GSSRows":
-        return _GSSRows(self, stream)
-
-
-class _GSSRows:
-    def __init__(self, plan: GSSPlan, stream: Stream) -> None:
-        self._plan, self._stream = plan, stream
-        _, H, N = plan.planes.shape
-        F, W, B = len(plan.context[0]), len(plan.taps), stream.batch
+    def make_room(self, stream: Stream) -> None:
+        _, H, N = self.planes.shape
+        F, W, B = len(self.context[0]), len(self.taps), stream.batch
         self._modes = stream.room(2, B, H, N)
         base, inner = (stream.scratch(name, H, dtype=torch.float32) for name in ("base", "inner"))
-        self._mixing = Mixing(stream.room(W, B, H), plan.taps, stream.room(W, B, H), base, inner)
+        self._mixing = Mixing(stream.room(W, B, H), self.taps, stream.room(W, B, H), base, inner)
         self._gate, self._gated = stream.scratch("gate", F), stream.scratch("gated", F)
 
     def launch(self) -> None:
-        plan, stream, mixing = self._plan, self._stream, self._mixing
-        form, (F, H) = stream.form, plan.context[0].shape
-        stream.product(plan.norm, plan.gate_inner, self._gate, form.activation, mixing)
+        stream, form, mixing, (F, H) = self.stream, self.stream.form, self._mixing, self.context[0].shape
+        stream.product(self.norm, self.gate_inner, self._gate, form.activation, mixing)
         given = (
-            mixing.inner, *plan.inner_norm, mixing.base, plan.taps, mixing.inputs, stream.read,
-            *plan.context, self._gate, self._gated, form.epsilon,
+            mixing.inner, *self.inner_norm, mixing.base, self.taps, mixing.inputs, stream.read,
+            *self.context, self._gate, self._gated, form.epsilon,
         )  # fmt: skip
         if stream.batch == 1:
             tile = stream.tiles.context_one
@@ -92,17 +82,15 @@ class _GSSRows:
                 *given, stream.batch, F, H, form.centred,
                 H_PAD=pad(H, 16), ROWS=rows, COLUMNS=columns, **stream.launch(tile),
             )  # fmt: skip
-        stream.add(self._gated, plan.output)
+        stream.add(self._gated, self.output)
 
     def fold(self, late: bool) -> None:
-        plan, stream, tile = self._plan, self._stream, self._stream.tiles.fold
-        W = len(plan.taps)
-        _, H, N = plan.planes.shape
+        stream, tile, W, (_, H, N) = self.stream, self.stream.tiles.fold, len(self.taps), self.planes.shape
         precision = stream.tiles.fold_precision
         if triton.knobs.runtime.interpret:  # the interpreter knows no bf16x3
             precision = "ieee"
-        decode_fold.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
-            self._modes, self._mixing.inputs, stream.joined, plan.power, plan.into, plan.planes, plan.out_of,
+        decode_mixers.fold_block[(triton.cdiv(stream.batch * H, tile.rows),)](
+            self._modes, self._mixing.inputs, stream.joined, self.power, self.into, self.planes, self.out_of,
             self._mixing.carried, stream.batch * H, H, N, W, late,
             W_PAD=pad(W, 16), ROWS=tile.rows, MODES=tile.depth, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -114,24 +102,23 @@ class _GSSRows:
         self._mixing.inputs[:, places] = 0
         with torch.autocast(modes.device.type, enabled=False):
             left = block.size - block.read
-            carried = carried_output(torch.view_as_complex(modes), self._plan.readout, self._plan.log_a, left)
+            carried = carried_output(torch.view_as_complex(modes), self.readout, self.log_a, left)
         self._mixing.carried[block.read :, places] = carried.transpose(0, 1)
 
     def state(self, places: Tensor, block: Block) -> LayerState:
         modes = torch.complex(*self._modes[:, places])
         if block.read:
-            log_a = self._plan.log_a
             age = torch.tensor([block.read - joined for joined in block.joined[: len(places)]], device=modes.device)
             with torch.autocast(modes.device.type, enabled=False):
-                added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), log_a, None)
-                modes = added + carried_state(modes, log_a * age[:, None, None])
+                added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), self.log_a, None)
+                modes = added + carried_state(modes, self.log_a * age[:, None, None])
         return {"modes": torch.view_as_real(modes)}
 
 
-class AttentionPlan:
+class TransformerPlan(GPUPlan):
     """A Transformer block that attends on chunks or over a sliding window."""
 
-    def __init__(self, layer: "TransformerBlock") -> None:
+    def __init__(self, layer: TransformerBlock) -> None:
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
         self.heads, self.head_width = layer.heads, layer.head_width
@@ -145,74 +132,65 @@ class AttentionPlan:
         self.scales = [norm_pair(norm)[0] for norm in norms if norm is not None]
 
     @staticmethod
-    def fits(layer: "TransformerBlock") -> bool:
+    def fits(layer: TransformerBlock) -> bool:
         """Whether the kernels have room for a layer."""
         known = layer.query_norm is None or isinstance(layer.query_norm, nn.RMSNorm)
         return known and layer.reach is not None and layer.heads * layer.head_width <= WIDEST
 
-    def rows(self, stream: Stream) -> "_AttentionRows":
-        return _AttentionRows(self, stream)
-
-
-class _AttentionRows:
-    def __init__(self, plan: AttentionPlan, stream: Stream) -> None:
-        self._plan, self._stream = plan, stream
-        B, across, kept = stream.batch, plan.heads * plan.head_width, (plan.heads, plan.kept, plan.head_width)
+    def make_room(self, stream: Stream) -> None:
+        B, across, kept = stream.batch, self.heads * self.head_width, (self.heads, self.kept, self.head_width)
         self._keys, self._values = (stream.room(B, *kept, dtype=torch.bfloat16) for _ in range(2))
         self._length = stream.counter()
-        self._slice, self._slices = stream.tiles.attention_slices(plan.kept, B)
+        self._slice, self._slices = stream.tiles.attention_slices(self.kept, B)
         self._projected = stream.scratch("projected", 3 * across)
         self._attended = stream.scratch("attended", self._slices * across)
         self._peak, self._total = (
-            stream.scratch(name, self._slices * plan.heads, dtype=torch.float32) for name in ("peak", "total")
+            stream.scratch(name, self._slices * self.heads, dtype=torch.float32) for name in ("peak", "total")
         )
 
     def launch(self) -> None:
-        plan, stream = self._plan, self._stream
-        stream.product(plan.norm, plan.query_key_value, self._projected, "none")
+        stream = self.stream
+        stream.product(self.norm, self.query_key_value, self._projected, "none")
         tile = stream.tiles.attend
         unused = self._length
-        decode_attention.attend[(stream.batch * plan.heads, self._slices)](
-            self._projected, *(plan.scales or (unused, unused)), unused if plan.frequency is None else plan.frequency,
+        decode_mixers.attend[(stream.batch * self.heads, self._slices)](
+            self._projected, *(self.scales or (unused, unused)), unused if self.frequency is None else self.frequency,
             self._keys, self._values, self._length, self._attended, self._peak, self._total,
-            plan.head_width**-0.5, stream.form.epsilon, plan.heads, plan.head_width, plan.kept, self._slice,
-            WHOLE=stream.batch > 1, RING=plan.ring, NORM=bool(plan.scales), ROTARY=plan.frequency is not None,
-            WIDTH_PAD=pad(plan.head_width), KEYS=tile.rows_of(2 * plan.head_width), **stream.launch(tile),
+            self.head_width**-0.5, stream.form.epsilon, self.heads, self.head_width, self.kept, self._slice,
+            WHOLE=stream.batch > 1, RING=self.ring, NORM=bool(self.scales), ROTARY=self.frequency is not None,
+            WIDTH_PAD=pad(self.head_width), KEYS=tile.rows_of(2 * self.head_width), **stream.launch(tile),
         )  # fmt: skip
         if stream.batch == 1:
-            tile, (E, across) = stream.tiles.attended_one, plan.output[0].shape
+            tile, (E, across) = stream.tiles.attended_one, self.output[0].shape
             rows = tile.rows_of(across)
-            decode_attention.attended_output_one[(triton.cdiv(E, rows),)](
-                self._attended, self._peak, self._total, *plan.output, stream.x,
-                E, plan.heads, plan.head_width, self._slices,
+            decode_mixers.attended_output_one[(triton.cdiv(E, rows),)](
+                self._attended, self._peak, self._total, *self.output, stream.x,
+                E, self.heads, self.head_width, self._slices,
                 COLUMNS=pad(across), SLICES_PAD=pad(self._slices), ROWS=rows, **stream.launch(tile),
             )  # fmt: skip
         else:
-            stream.add(self._attended, plan.output)
-        plan.feedforward.launch(stream)
-
-    def fold(self, late: bool) -> None:
-        pass
+            stream.add(self._attended, self.output)
+        self.feedforward.launch(stream)
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
         for held, name in ((self._keys, "keys"), (self._values, "values")):
-            tokens = as_ring(state[name], state["length"], self._plan.kept) if self._plan.ring else state[name]
+            tokens = as_ring(state[name], state["length"], self.kept) if self.ring else state[name]
             held[places] = tokens.transpose(1, 2).to(held.dtype)
         self._length[places] = state["length"]
 
     def state(self, places: Tensor, block: Block) -> LayerState:
         length = self._length[places]
         keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
-        if self._plan.ring:
-            keys, values = (in_order(held, length, self._plan.kept) for held in (keys, values))
+        if self.ring:
+            keys, values = (in_order(held, length, self.kept) for held in (keys, values))
         return {"keys": keys, "values": values, "length": length}
 
 
-class GSS2Plan:
+class GSS2Plan(GPUPlan):
     """A GSS2 layer."""
 
     @torch.no_grad()
-    def __init__(self, layer: "GSS2Layer") -> None:
+    def __init__(self, layer: GSS2Layer) -> None:
         space = layer.state_space
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.projections = dense_pair(layer.query, layer.key, layer.value, layer.gate)
@@ -225,37 +203,28 @@ class GSS2Plan:
         self.skip, self.scale = space.skip.detach().float(), layer.output_scale.detach().float()
 
     @staticmethod
-    def fits(layer: "GSS2Layer") -> bool:
+    def fits(layer: GSS2Layer) -> bool:
         """Whether the kernels have room for a layer."""
         space = layer.state_space
         return space.modes * layer.value.out_features // space.heads <= _LARGEST_STATE
 
-    def rows(self, stream: Stream) -> "_GSS2Rows":
-        return _GSS2Rows(self, stream)
-
-
-class _GSS2Rows:
-    def __init__(self, plan: GSS2Plan, stream: Stream) -> None:
-        self._plan, self._stream = plan, stream
-        taps, channels = plan.taps.shape
-        self._modes = stream.room(stream.batch, plan.heads, 2 * plan.modes, plan.values)
+    def make_room(self, stream: Stream) -> None:
+        taps, channels = self.taps.shape
+        self._modes = stream.room(stream.batch, self.heads, 2 * self.modes, self.values)
         self._recent = stream.room(stream.batch, taps - 1, channels)
-        self._projected = stream.scratch("keyed", channels + plan.heads * plan.values)
-        self._gated = stream.scratch("gated", plan.heads * plan.values)
+        self._projected = stream.scratch("keyed", channels + self.heads * self.values)
+        self._gated = stream.scratch("gated", self.heads * self.values)
 
     def launch(self) -> None:
-        plan, stream = self._plan, self._stream
-        stream.product(plan.norm, plan.projections, self._projected, "none")
-        decode_keyed.keyed_step[(stream.batch * plan.heads,)](
-            self._projected, self._recent, plan.taps, self._modes, plan.step, plan.energy, plan.skip, plan.scale,
-            self._gated, (2 * plan.modes) ** -0.5, plan.heads, plan.modes, plan.values, len(plan.taps),
-            N_PAD=pad(plan.modes), D_PAD=pad(plan.values), **stream.launch(),
+        stream = self.stream
+        stream.product(self.norm, self.projections, self._projected, "none")
+        decode_mixers.keyed_step[(stream.batch * self.heads,)](
+            self._projected, self._recent, self.taps, self._modes, self.step, self.energy, self.skip, self.scale,
+            self._gated, (2 * self.modes) ** -0.5, self.heads, self.modes, self.values, len(self.taps),
+            N_PAD=pad(self.modes), D_PAD=pad(self.values), **stream.launch(),
         )  # fmt: skip
-        stream.add(self._gated, plan.output)
-        plan.feedforward.launch(stream)
-
-    def fold(self, late: bool) -> None:
-        pass
+        stream.add(self._gated, self.output)
+        self.feedforward.launch(stream)
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
         self._modes[places], self._recent[places] = state["modes"].float(), state["recent"].float()
@@ -267,7 +236,7 @@ class _GSS2Rows:
 class FeedForwardPlan:
     """The feed-forward at the end of a layer."""
 
-    def __init__(self, layer: "FeedForward") -> None:
+    def __init__(self, layer: FeedForward) -> None:
         self.norm, self.outer = norm_pair(layer.norm), dense_pair(layer.outer)
         self.inner = dense_pair(layer.inner) if layer.gated is None else dense_pair(layer.inner, layer.gated)
         self.gated = layer.gated is not None
@@ -278,7 +247,7 @@ class FeedForwardPlan:
         stream.product(self.norm, self.inner, hidden, "none" if self.gated else activation)
         if self.gated:
             both, hidden = hidden, stream.scratch("gated hidden", F)
-            decode_keyed.gate_hidden[(triton.cdiv(F, 256), stream.batch)](
+            decode_mixers.gate_hidden[(triton.cdiv(F, 256), stream.batch)](
                 both, hidden, F, activation, COLUMNS=256, **stream.launch()
             )
         stream.add(hidden, self.outer)

@@ -76,8 +76,8 @@ def project(x: Tensor, embedding: nn.Embedding) -> Tensor:
 def packed_twin(module: nn.Module, bits: int | None = None) -> nn.Module | None:
     """A dense layer or an embedding with its weight packed (None: as it is); None for any other module.
 
-    What has too odd a width for groups of 64 keeps its weight. With 4 bits, embeddings, narrow matrices and those whose
-    products a layer adds to the residual stream have 8: in the box, 4 there cost the most perplexity.
+    In 8 and 4 bits, a weight whose width is not a multiple of 64 stays as it is. With 4 bits, embeddings, narrow
+    matrices and those that write to the residual stream get 8: in the box, 4 bits there cost the most perplexity.
     """
     if type(module) not in (nn.Linear, nn.Embedding):
         return None
@@ -122,7 +122,7 @@ def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expect(model: nn.Module, saved: Mapping[str, Sequence[int]]) -> None:
-    """Make room in a model for weights that were packed when they were saved, by the shapes of all tensors there."""
+    """Make room in a model for weights that were saved packed, given the shapes of all saved tensors."""
     found: dict[str, nn.Module | None] = {}
     for name, shape in saved.items():
         path = name.removesuffix(".packed").removesuffix(".head")

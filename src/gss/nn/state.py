@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gss.nn.decoding import Block, DecodePlan, GPUPlan
+from gss.nn.decoding import Block, DecodePlan, GPUPlan, join_rows
 
 LayerState = dict[str, Tensor]
 """Tensors by name, each with the batch first."""
@@ -59,14 +59,11 @@ class SequenceLayer(nn.Module):
     def initial_state(self, batch: int) -> LayerState:
         """The state before any token, for `batch` sequences."""
         parameter = next(self.parameters())
-        return {
-            name: torch.zeros(
-                (batch, *(size or 0 for size in slot.shape)),
-                dtype=torch.int64 if slot.integer else state_dtype(parameter.dtype),
-                device=parameter.device,
-            )
-            for name, slot in self.state_slots().items()
-        }
+        state = {}
+        for name, slot in self.state_slots().items():
+            shape, kind = (batch, *(size or 0 for size in slot.shape)), state_dtype(parameter.dtype)
+            state[name] = torch.zeros(shape, dtype=torch.int64 if slot.integer else kind, device=parameter.device)
+        return state
 
     def check_state(self, state: LayerState, batch: int) -> None:
         """Refuse a state that is not this layer's, or not of this batch size."""
@@ -76,16 +73,13 @@ class SequenceLayer(nn.Module):
             raise ValueError(f"the state is another model's: expected {', '.join(slots)}, got {held or 'nothing'}")
         for name, slot in slots.items():
             tensor = state[name]
-            if tensor.shape[:1] != (batch,):
-                rows = tensor.shape[0] if tensor.ndim else 0
+            rows, *sizes = tensor.shape or (0,)
+            if rows != batch:
                 raise ValueError(f"the state is of {rows} sequences, the input of {batch}: select or join its rows")
-            sizes = tensor.shape[1:]
-            if len(sizes) != len(slot.shape) or any(
-                want is not None and want != got for want, got in zip(slot.shape, sizes, strict=True)
-            ):
+            pairs = zip(slot.shape, sizes, strict=False)
+            if len(sizes) != len(slot.shape) or any(want not in (None, got) for want, got in pairs):
                 raise ValueError(
-                    f"the state is another model's: {name} has shape {list(sizes)} per sequence, "
-                    f"expected {list(slot.shape)}"
+                    f"the state is another model's: {name} has shape {sizes} per sequence, expected {list(slot.shape)}"
                 )
             if None in slot.shape and tensor.device.type == "cpu" and bool((state["length"] > sizes[0]).any()):
                 raise ValueError(f"the state is damaged: it has read more tokens than its {name} hold")
@@ -179,7 +173,7 @@ class ModelState:
         if not states:
             raise ValueError("no states to join: give at least one")
         layers = tuple(
-            {name: _join([state.layers[i][name] for state in states]) for name in layer}
+            {name: join_rows([state.layers[i][name] for state in states]) for name in layer}
             for i, layer in enumerate(states[0].layers)
         )
         return ModelState(torch.cat([state.position for state in states]), layers)
@@ -210,15 +204,3 @@ class FirstState(nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return self
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate over the batch; what grows with reading (dimension 1 of a key cache) is padded to the longest."""
-    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padded = []
-    for tensor in tensors:
-        missing = [0] * (2 * len(sizes))
-        for dimension, size in enumerate(sizes):
-            missing[2 * (len(sizes) - 1 - dimension) + 1] = size - tensor.shape[dimension + 1]
-        padded.append(torch.nn.functional.pad(tensor, missing) if any(missing) else tensor)
-    return torch.cat(padded)

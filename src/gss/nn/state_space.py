@@ -17,9 +17,7 @@ from gss.nn.decoding import Block, DecodePlan
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.ops import fast
-from gss.ops.convolution import convolve
-from gss.ops.kernel import discretize, eigenvalues, kernel
-from gss.ops.recurrence import carried_output, final_state, step, transition
+from gss.ops.state_space import carried_output, convolve, discretize, eigenvalues, final_state, kernel, step, transition
 
 
 class StateSpace(nn.Module):
@@ -52,7 +50,7 @@ class DiagonalStateSpace(StateSpace):
     def reset_parameters(self) -> None:
         """Draw new parameters as the config's init fields say."""
         if self.skip.is_meta:
-            return  # no values to draw, which would import the compiler's arithmetic on shapes
+            return  # nothing to draw, and drawing would import the compiler's arithmetic on shapes
         config = self.config
         decay, frequency = initial_decay(config), initial_frequency(config)
         self.log_decay.copy_(decay.log())

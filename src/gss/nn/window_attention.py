@@ -7,7 +7,7 @@ and bucket of distances (T5's). Keys come in blocks: the tokens of a window look
 """
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,10 @@ def distance_buckets(distance: Tensor) -> Tensor:
     return torch.where(distance < exact, distance, logarithmic.clamp(max=BUCKETS - 1))
 
 
-def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last dimension, in float32 or better."""
-    return F.normalize(x.to(state_dtype(x.dtype)), dim=-1)
+def unit(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Vectors [..., h, d] of length 1, or |scale| [h], in float32 or better."""
+    directions = F.normalize(x.to(state_dtype(x.dtype)), dim=-1)
+    return directions if scale is None else directions * scale.abs().unsqueeze(-1)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,7 +75,7 @@ class WindowAttention(nn.Module):
         """b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]."""
         return (self.table[self.bucket] * self.scale.abs()).T.masked_fill(self.unseen, -torch.inf)
 
-    def bias(self, windows: Windows, slots: int) -> Tensor:
+    def bias(self, windows: Windows, slots: int, dtype: torch.dtype | None = None) -> Tensor:
         """What is added to q·k, sink included: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
         by_distance = self._by_distance()
         if windows.single:
@@ -86,11 +87,7 @@ class WindowAttention(nn.Module):
             # Every row is the one above it moved by one: windows over one vector, the last row first.
             diagonals = by_distance[:, self.window - slots : 2 * self.window + slots - 1]
             bias = diagonals.unfold(1, self.window + slots, 1).flip(1).unsqueeze(0)
-        return F.pad(bias[..., :-1], (0, 1))  # the last slot is seen by no query: the sink takes its place
-
-    def scaled(self, queries: Tensor) -> Tensor:
-        """Unit queries times |s|: what `attend` multiplies with unit keys."""
-        return unit(queries) * self.scale.abs().unsqueeze(-1)
+        return F.pad(bias[..., :-1], (0, 1)).to(dtype)  # the last slot is seen by no query: the sink takes its place
 
     def in_window(
         self, queries: Tensor, own: KeysValues, before: KeysValues | None, bias: Tensor, previous: Tensor | None = None
@@ -150,15 +147,6 @@ def _with_sink(*runs: Tensor, slots: int = 1) -> Tensor:
     return torch.cat([*before, last.narrow(slots, 0, kept), sink], dim=slots)
 
 
-class Projected(NamedTuple):
-    """A block's view of its tokens, [B, L, h, d] each; queries are scaled, keys of length 1."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    state_queries: Tensor | None
-
-
 class WindowBlock(nn.Module):
     """A Transformer block of this family: norm → attention → dense → added, then a feed-forward.
 
@@ -179,15 +167,15 @@ class WindowBlock(nn.Module):
         self.output = dense(inner * (2 if reads_state else 1), config.width, config, last=True)
         self.feedforward = FeedForward(config)
 
-    def project(self, x: Tensor) -> Projected:
-        """Queries, keys and values of tokens [B, L, E]."""
-        projected = self.projection(self.dropout(self.norm(x)))
-        queries, keys, values, *second = projected.unflatten(-1, (-1, self.heads, self.head_width)).unbind(2)
-        state_queries = None
-        if self.state_scale is not None:
-            state_queries = unit(second[0]) * self.state_scale.abs().unsqueeze(-1)
-        queries, keys = self.attention.scaled(queries).to(values.dtype), unit(keys).to(values.dtype)
-        return Projected(queries, keys, values, state_queries)
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys, values and, with `reads_state`, its queries of tokens [B, L, E]: [B, L, 3 or 4, h, d]."""
+        return self.projection(self.dropout(self.norm(x))).unflatten(-1, (-1, self.heads, self.head_width))
+
+    def scaled(self, projected: Tensor) -> list[Tensor]:
+        """What `project` gives, apart: [B, L, h, d] each. Queries are scaled, and keys have length 1."""
+        queries, keys, values, *second = projected.unbind(2)
+        queries, keys = unit(queries, self.attention.scale).to(values.dtype), unit(keys).to(values.dtype)
+        return [queries, keys, values, *(unit(query, self.state_scale) for query in second)]
 
     def forward(
         self,
@@ -196,19 +184,19 @@ class WindowBlock(nn.Module):
         bias: Tensor,
         before: KeysValues | None = None,
         previous: Tensor | None = None,
-        kept: KeysValues | None = None,
-        fresh: Tensor | None = None,
+        kept: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, KeysValues]:
         """One window's tokens, over a recurrent state's `memory` too; returns the window's keys and values as well.
 
-        `before` and `previous` as in `in_window`. `fresh` [B, slots] marks the slots that x fills, `kept` holds the
-        others; None: it fills all.
+        `before` and `previous` are as in `in_window`, `kept` as `Windows.kept` gives it.
         """
-        queries, keys, values, state_queries = self.project(x)
-        assert state_queries is not None
-        if fresh is not None and kept is not None:
-            new = zip((keys, values), kept, strict=True)
-            keys, values = (torch.where(fresh[:, :, None, None], here, old.to(here.dtype)) for here, old in new)
+        queries, keys, values, state_queries = self.scaled(self.project(x))
+        if kept is not None:
+            fresh, old_keys, old_values = kept
+            keys, values = (
+                torch.where(fresh, keys, old_keys.to(keys)),
+                torch.where(fresh, values, old_values.to(values)),
+            )
         attended = self.attention.in_window(queries, (keys, values), before, bias, previous)
         return self.finish(x, attended, attend(state_queries, *memory)), (keys, values)
 
@@ -239,22 +227,19 @@ class WindowLayer(SequenceLayer):
         return 4 * self.block.heads * self.block.head_width * self.block.attention.keys_seen(length)
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
-        *projected, _ = self.block.project(x)
-        attended, after = self._attend(tuple(projected), state, keep_state)
+        attended, after = self._attend(self.block.project(x), state, keep_state)
         return self.block.finish(x, attended), after
 
     @across_ranks(by_recent)
     @each_document_alone
     def _attend(
-        self, projected: tuple[Tensor, ...], state: LayerState | None = None, keep_state: bool = True
+        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
-        """What each token attends to, from queries, keys and values, all [B, L, h, d]; and the state after them."""
-        queries, keys, values = projected
-        cached_keys, cached_values, position = (
-            (state["keys"], state["values"], state["length"]) if state else (None, None, None)
-        )
-        windows = Windows(self.block.attention.window, queries.shape[1], position)
-        keys, values = windows.join(cached_keys, keys), windows.join(cached_values, values)
+        """What each token attends to, [B, L, h, d], from the block's projections; and the state after them."""
+        queries, keys, values = self.block.scaled(projected)
+        cached: dict[str, Tensor | None] = {**state} if state else dict.fromkeys(self.state_slots())
+        windows = Windows(self.block.attention.window, queries.shape[1], cached["length"])
+        keys, values = windows.join(cached["keys"], keys), windows.join(cached["values"], values)
         attended = windows.collect(self.block.attention.in_windows(windows.spread(queries), keys, values, windows))
         if not keep_state:
             return attended, {}

@@ -5,6 +5,8 @@ zeros beyond. A piece of any length is laid out after what its row has read; row
 their windows. Knows indices alone: nothing of attention, parameters or what the slots hold.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,9 +32,9 @@ class Windows:
             if self.single or shift:
                 self.index = self.offset.unsqueeze(1) + torch.arange(length, device=position.device)
         self.slots = shift + length
-        """How many slots the piece reaches over; the current window for a single token."""
+        """How many slots the piece spans; the current window for a single token."""
         self.done = length // window * window
-        """How many slots, from the window before the piece on, no later piece needs of any row."""
+        """How many slots, counted from the window before the piece, no later piece needs in any row."""
 
     @property
     def parts(self) -> list[slice]:
@@ -49,24 +51,26 @@ class Windows:
         """The tokens out of their slots again: the inverse of `spread`."""
         return y if self.index is None or self.single else y.gather(1, expand_index(self.index, y))
 
-    def room(self, cached: Tensor) -> Tensor:
-        """A cache [B, 2W, …] cut or padded to the window before and the piece's slots."""
-        return sized(cached, self.window + self.slots)
-
     def join(self, cached: Tensor | None, new: Tensor) -> Tensor:
         """[B, W + slots, …]: the cache, in the precision of `new`, with all new tokens [B, L, …] in their slots."""
         if cached is None:
             return F.pad(new, (0, 0, 0, 0, self.window, 0))
         if self.index is None:
             return torch.cat([cached[:, : self.window].to(new.dtype), new], dim=1)
-        return self.room(cached.to(new.dtype)).scatter(1, expand_index(self.index + self.window, new), new)
+        room = sized(cached.to(new.dtype), self.window + self.slots)
+        return room.scatter(1, expand_index(self.index + self.window, new), new)
 
-    def fresh(self, part: slice) -> Tensor | None:
-        """Which of a window's slots the piece fills, [B, slots of the part]; None: all."""
+    def kept(self, part: slice, caches: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...] | None]:
+        """Which of a window's slots the piece fills, [B, slots, 1, 1], and what caches [B, 2W, …] hold in all of them.
+
+        For each group of caches; None where the piece fills all slots.
+        """
         if self.index is None:
-            return None
+            return [None] * len(caches)
         slot = torch.arange(part.start, part.stop, device=self.index.device)
-        return (slot >= self.index[:, :1]) & (slot <= self.index[:, -1:])
+        fresh = ((slot >= self.index[:, :1]) & (slot <= self.index[:, -1:]))[:, :, None, None]
+        start = self.window + part.start
+        return [(fresh, *(sized(cached[:, start:], len(slot)) for cached in group)) for group in caches]
 
     def remaining(self, joined: Tensor) -> Tensor:
         """The cache after the piece, [B, 2W, …], from [B, W + slots, …] without the slots that are done with.
@@ -82,10 +86,8 @@ class Windows:
 
     def read(self, like: Tensor) -> Tensor:
         """How many tokens each row has read after the piece, [B], for rows as in `like` [B, …]."""
-        before = (
-            torch.zeros(len(like), dtype=torch.int64, device=like.device) if self.position is None else self.position
-        )
-        return before + self.length
+        new = like.new_full(like.shape[:1], self.length, dtype=torch.int64)
+        return new if self.position is None else self.position + new
 
     def filled(self, part: slice) -> bool | Tensor:
         """Which rows [B] this piece takes to the end of a window; a bool where it is the same for all."""

@@ -2,7 +2,7 @@
 
 A product of a few rows reads its whole matrix for a few operations, so a decode step takes as long as reading the
 weights does, and half the bytes are twice the speed. On a CPU, `linear` does it in C at the speed of memory
-(`gss.ops.cpu`); elsewhere, and for many rows, the weights are unpacked and multiplied as ever.
+(`gss.ops.cpu`); elsewhere, and for many rows, the weights are unpacked and multiplied as usual.
 
 8 and 4 bits are integers with a scale for every 64 inputs of an output. They lie in tiles of 16 outputs and, within
 one, in slices of 4 inputs, so that a vector register holds one slice; 4-bit slices share their bytes in pairs. In C
@@ -103,14 +103,14 @@ def unpacked(packed: Packed, rows: Tensor | None = None) -> Tensor:
 
 
 def suits(packed: Packed) -> bool:
-    """Whether kernels.c can multiply by a matrix."""
+    """Whether the C functions can multiply by a matrix."""
     return packed.bits in _KINDS and not packed.inputs % 32 and packed.values.is_contiguous()
 
 
-def matrix(packed: Packed, bias: Tensor | None) -> cpu.Matrix:
-    """A matrix as kernels.c takes it."""
+def matrix(packed: Packed, bias: Tensor | None) -> ctypes.Structure:
+    """A matrix as the C functions take it."""
     pointers = map(cpu.pointer, (packed.values, packed.scale, bias))
-    return cpu.Matrix(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
+    return cpu.MATRIX(_KINDS[packed.bits], packed.inputs, packed.outputs, *pointers)
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
@@ -118,10 +118,10 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // packed.inputs
     plain = x.device.type == "cpu" and fast.without_gradients() and not torch.is_autocast_enabled("cpu")
     few = plain and 0 < rows <= MOST_ROWS and x.dtype == torch.float32 and suits(packed)
-    if few and (found := cpu.library()) is not None:
+    if few and (found := cpu.function("gss_product", "plpp")) is not None:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], packed.outputs)
-        found.gss_product(ctypes.byref(matrix(packed, bias)), rows, x.data_ptr(), y.data_ptr())
+        found(ctypes.byref(matrix(packed, bias)), rows, x.data_ptr(), y.data_ptr())
         return y
     weight = unpacked(packed)
     if plain and rows in (1, 2) and x.dtype == weight.dtype:

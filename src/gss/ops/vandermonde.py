@@ -128,10 +128,9 @@ def _complex(planes: Tensor) -> Tensor:
     return torch.complex(planes.select(-3, 0), planes.select(-3, 1))
 
 
-def _with_ramp(values: Tensor) -> Tensor:
-    """The rows, and the rows weighted by k: d/dlog_a of a^k is k·a^k."""
-    ramp = torch.arange(values.shape[-1], dtype=values.dtype, device=values.device)
-    return torch.cat([values, values * ramp], dim=1)
+def _ramped(values: Tensor) -> Tensor:
+    """The rows weighted by k: d/dlog_a of a^k is k·a^k."""
+    return values * torch.arange(values.shape[-1], dtype=values.dtype, device=values.device)
 
 
 class _Evaluate(torch.autograd.Function):
@@ -146,7 +145,7 @@ class _Evaluate(torch.autograd.Function):
         weights, log_a = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return _project(grad, log_a).conj(), None, None
-        plain, ramped = _project(_with_ramp(grad), log_a).chunk(2, dim=1)
+        plain, ramped = _project(torch.cat([grad, _ramped(grad)], dim=1), log_a).chunk(2, dim=1)
         grad_log_a = (weights * ramped).sum(1, dtype=log_a.dtype).conj()
         return plain.conj(), grad_log_a, None
 
@@ -161,13 +160,9 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         values, log_a = ctx.saved_tensors
-        length = values.shape[-1]
-        grad_values = None
+        grad_values = grad_log_a = None
         if ctx.needs_input_grad[0]:
-            grad_values = _evaluate(grad.conj(), log_a, length).to(values.dtype)
-        grad_log_a = None
+            grad_values = _evaluate(grad.conj(), log_a, values.shape[-1]).to(values.dtype)
         if ctx.needs_input_grad[1]:
-            ramp = torch.arange(length, dtype=grad.real.dtype, device=values.device)
-            ramped = _project(values * ramp, log_a)
-            grad_log_a = (grad * ramped.conj()).sum(1, dtype=log_a.dtype)
+            grad_log_a = (grad * _project(_ramped(values), log_a).conj()).sum(1, dtype=log_a.dtype)
         return grad_values, grad_log_a

@@ -21,61 +21,42 @@ from gss.ops import fast
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "sampler.c", "products.h")]
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
-_LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_TYPES: dict[str, Any] = {"l": ctypes.c_int64, "d": ctypes.c_double, "p": ctypes.c_void_p}
 
 ACTIVATIONS = {"gelu": 1, "swish": 2, "relu": 3, "relu2": 4}
 """Those that the C functions know, by the numbers they have there."""
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+def record(*kinds: Any) -> type[ctypes.Structure]:
+    """A structure type: each field is l (a whole number), d (a float), p (a pointer) or another structure type."""
+    fields = [(f"field{i}", _TYPES.get(kind, kind)) for i, kind in enumerate(kinds)]
+    return type("Record", (ctypes.Structure,), {"_fields_": fields})
 
 
-class Matrix(ctypes.Structure):
-    """`struct matrix` of products.h; those that follow are of its or of kernels.c. The tensors must be kept alive."""
-
-    _fields_ = (*_fields(_LONG, "kind inputs outputs"), *_fields(_POINTER, "values scale bias"))
-
-
-class Norm(ctypes.Structure):
-    _fields_ = (("centred", _LONG), ("epsilon", ctypes.c_double), *_fields(_POINTER, "weight bias"))
+def structure(*values: Any) -> ctypes.Structure:
+    """A structure with these fields: numbers, other structures, and tensors (or None), which must be kept alive."""
+    types = {bool: "l", int: "l", float: "d"}
+    kinds = [type(each) if isinstance(each, ctypes.Structure) else types.get(type(each), "p") for each in values]
+    return record(*kinds)(*(pointer(each) if isinstance(each, Tensor) else each for each in values))
 
 
-class GSS(ctypes.Structure):
-    _fields_ = (
-        *_fields(Norm, "norm inner_norm"),
-        *_fields(Matrix, "inner gate context output"),
-        *_fields(_LONG, "phi size"),
-        ("taps", _POINTER),
-    )
+MATRIX = record(*"lllppp")
+"""`struct matrix` of products.h: kind, inputs, outputs; values, scale, bias."""
 
 
-class FeedForward(ctypes.Structure):
-    _fields_ = (("norm", Norm), *_fields(Matrix, "inner gated outer"), ("phi", _LONG))
+def function(name: str, arguments: str) -> Any | None:
+    """A function, where it can be had and is wanted; its arguments by their types, l a whole number, p a pointer."""
+    return _declared(name, arguments) if fast.enabled() else None
 
 
-class GSS2(ctypes.Structure):
-    _fields_ = (
-        ("norm", Norm),
-        *_fields(Matrix, "query key value gate output"),
-        ("feedforward", FeedForward),
-        *_fields(_LONG, "heads modes values taps"),
-        *_fields(_POINTER, "short_taps factor energy skip output_scale"),
-    )
-
-
-class Transformer(ctypes.Structure):
-    _fields_ = (
-        ("norm", Norm),
-        *_fields(Matrix, "query_key_value output"),
-        ("feedforward", FeedForward),
-        *_fields(_LONG, "heads reach chunked"),
-        ("frequency", _POINTER),
-    )
-
-
-class Cache(ctypes.Structure):
-    _fields_ = (*_fields(_POINTER, "keys values"), *_fields(_LONG, "room position"))
+@functools.cache
+def _declared(name: str, arguments: str) -> Any | None:
+    library = _compiled()
+    if library is None:
+        return None
+    found = library[name]
+    found.argtypes, found.restype = [_TYPES[argument] for argument in arguments], ctypes.c_int64
+    return found
 
 
 def library() -> ctypes.CDLL | None:
@@ -107,16 +88,9 @@ def _compiled() -> ctypes.CDLL | None:
                 written = Path(aside) / name
                 subprocess.run([*command, "-o", str(written)], check=True, capture_output=True, timeout=300)
                 written.replace(folder / name)
-        found = ctypes.CDLL(str(folder / name))
+        return ctypes.CDLL(str(folder / name))
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
-    for name, longs, pointers in (("product", 1, 2), ("layer", 3, 4), ("transformer", 2, 3)):
-        getattr(found, f"gss_{name}").argtypes = [_POINTER, *[_LONG] * longs, *[_POINTER] * pointers]
-    found.gss2_layer.argtypes = [_POINTER, *[_LONG] * 3, *[_POINTER] * 5]
-    found.gss_blocked_steps.argtypes = [*[_LONG] * 5, *[_POINTER] * 5]
-    found.gss_draw.argtypes = [*[_LONG] * 3, *[_POINTER] * 6]
-    found.gss_largest.argtypes, found.gss_largest.restype = [_LONG, _POINTER], _LONG
-    return found
 
 
 def _processor() -> str:

@@ -6,18 +6,18 @@ sizes of the 192M preset in bytes: a layer's weights are 8.9 MB (gate and inner,
 
 What stands between a kernel and that floor is latency: a product of 2 µs of bytes waits for the one before it,
 starts, loads, reduces. Each kernel here therefore loads its weights, which depend on nothing, *before* it waits for
-the kernel before it (`ready`, programmatic dependent launch), a tile of some 16 KB a program held in registers; only
+the kernel before it (`ready`, programmatic dependent launch), a tile of some 16 KB per program held in registers; only
 the small vectors are loaded after. (Asking for the weights of the kernel after the next one too, as far as the cache,
-gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain from one to the next.) Three a layer:
+gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain from one to the next.) Three per layer:
 
 1. `gate_inner_one`: norm, then [gate; inner] with bias and activation. Further programs of the same launch compute
    what earlier tokens add to this one's output of the state space (`earlier_outputs`), which needs none of it.
 2. `context_one`: inner norm, the state space's output, context product, times the gate.
 3. `output_one`: output product, added to the residual stream.
 
-A Transformer block is `product_one`, the two kernels of `decode_attention`, `product_one` and `output_one`. At the end
-`head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and the state
-are float32; only the weights are bfloat16.
+A Transformer block is `product_one`, the two kernels of attention (`decode_mixers`), `product_one` and `output_one`. At
+the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and
+the state are float32; only the weights are bfloat16.
 """
 
 import triton

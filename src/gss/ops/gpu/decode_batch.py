@@ -2,11 +2,11 @@
 
 The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for batches; `decode` has the one for a single row and the parts
 they share. The weights' 376 MB are read once for up to 64 rows, still 90 µs at 4.2 TB/s and the floor; a batch of 64
-adds 1 MB of activations a layer (from the cache, by every program that needs them), 2 MB of the block's inputs a
+adds 1 MB of activations per layer (from the cache, by every program that needs them), 2 MB of the block's inputs per
 layer on average and 8 MB of logits. 25 GFLOP are 33 µs.
 
 Weights are the left operand of every product, so that their many rows fill the tensor cores' 16 to 64 and the batch is
-the narrow side: 16, 32 or 64 columns, masked. More than 64 rows take another round. Four kernels a layer: the norm is
+the narrow side: 16, 32 or 64 columns, masked. More than 64 rows take another round. Four kernels per layer: the norm is
 one of its own here, because recomputing it would cost every program the partial sums that the split output product
 leaves. Activations between kernels are bfloat16; sums, norms, the residual stream and the state are float32.
 """
@@ -41,8 +41,8 @@ def add_and_norm(
     epsilon, factor, B, E: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr,
     E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x [B, E] += the partial sums [SPLITS, B, E] of the product before and its bias; factor·norm(x). A program a row;
-    those beyond the rows do the next layer's `earlier_outputs`, which needs none of it."""
+    """x [B, E] += the partial sums [SPLITS, B, E] of the product before and its bias; factor·norm(x). One program per
+    row; those beyond the rows do the next layer's `earlier_outputs`, which needs none of it."""
     row = tl.program_id(0)
     k = tl.arange(0, E_PAD)
     if row < B:

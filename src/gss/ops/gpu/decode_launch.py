@@ -1,10 +1,11 @@
 """The residual stream of a batch of rows on a GPU, and the kernel launches that layers of all kinds share.
 
 One row and several take different kernels (`decode`, `decode_batch`); here alone is known which. A layer's plan
-(`gss.nn.gpu_plans`) says what is launched for a token; a decoder captures those launches as a CUDA graph.
+(`gss.nn.gpu_plans`) says what is launched for a token; a decoder captures those launches as a CUDA graph. `Tiles` says
+how the kernels are cut up into programs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,89 @@ import triton
 from torch import Tensor
 
 from gss.ops.gpu import decode, decode_batch
-from gss.ops.gpu.decode_tiles import Tile, Tiles
 
 Pair = tuple[Tensor, Tensor]
 """A weight and its bias, or a norm's scale and shift."""
 
 _MOST_COUNTERS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How one kernel is cut up; sizes are powers of two, and larger than the work is harmless."""
+
+    rows: int
+    """Rows of the weight (of the state, in the fold; keys at a time, in attention) per program."""
+    depth: int = 64
+    """Columns of the weight at a time (modes, in the fold), where a program does not take all at once."""
+    warps: int = 4
+    """Warps per program."""
+    stages: int = 3
+    """Loads in flight in the loop over columns."""
+    columns: int = 64
+    """Most sequences per program, in the kernels for several: 16, 32 or 64."""
+
+    def rows_of(self, width: int) -> int:
+        """The rows, fewer where a row is so wide that registers would not hold them."""
+        return max(1, min(self.rows, 2**12 * self.warps // triton.next_power_of_2(width)))
+
+    def columns_of(self, batch: int) -> int:
+        """The sequences per program, of so many in all."""
+        return max(16, min(self.columns, triton.next_power_of_2(batch)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tiles of every kernel, the fastest found for the 192M preset on an H200; `for_batch` has those of a batch."""
+
+    gate_one: Tile = Tile(rows=8, warps=2)
+    context_one: Tile = Tile(rows=16)
+    output_one: Tile = Tile(rows=4, depth=4096)
+    head_one: Tile = Tile(rows=16)
+    gate_many: Tile = Tile(rows=64, depth=128, stages=4)
+    context_many: Tile = Tile(rows=64, columns=16)
+    output_many: Tile = Tile(rows=64, depth=128, stages=4)
+    head_many: Tile = Tile(rows=128, depth=64, stages=4)
+    attend: Tile = Tile(rows=64)
+    attended_one: Tile = Tile(rows=8, warps=8)
+    fold: Tile = Tile(rows=64, depth=16)
+    splits: int = 8
+    """Parts that a sum over a width is cut into: a batch's output product, the keys that one sequence attends to."""
+    channels: int = 32
+    """Rows of the state space per program of `earlier_outputs`."""
+    fold_precision: str = "bf16x3"
+    """Of the fold's products, in Triton's names: tf32x3 has float32's accuracy, nearly; bf16x3 16 bits of it."""
+    overlap: bool = True
+    """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
+
+    def slices(self, width: int) -> tuple[int, int]:
+        """How a batch's sum over a width is cut, in whole tiles: columns per slice, and slices, few if it is narrow."""
+        return _cut(width, self.splits, self.output_many.depth)
+
+    def attention_slices(self, chunk: int, batch: int) -> tuple[int, int]:
+        """How a chunk's keys are cut: keys per slice, and slices; not at all for several sequences."""
+        return _cut(chunk, self.splits if batch == 1 else 1, self.attend.rows)
+
+    @staticmethod
+    def for_batch(batch: int, capability: tuple[int, int] = (9, 0)) -> "Tiles":
+        """The tiles for so many sequences on a device of this compute capability."""
+        if batch == 1:
+            tiles = Tiles(fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
+        elif batch <= 16:
+            deep = Tile(rows=64, depth=256)
+            tiles = Tiles(gate_many=deep, output_many=deep, head_many=deep)
+        else:
+            tiles = Tiles()
+        if capability != (8, 0) and not 9 <= capability[0] < 12:  # under 100 KB of shared memory per program
+            names = ("gate_many", "output_many", "head_many", "fold")
+            tiles = replace(tiles, **{name: replace(getattr(tiles, name), stages=2) for name in names})
+        return replace(tiles, overlap=capability >= (9, 0))
+
+
+def _cut(size: int, most: int, tile: int) -> tuple[int, int]:
+    """A size in at most so many equal parts of whole tiles: the size of a part, and how many there are."""
+    part = triton.cdiv(triton.cdiv(size, most), tile) * tile
+    return part, triton.cdiv(size, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +124,9 @@ class Mixing(NamedTuple):
 
 
 class Stream:
-    """The residual stream x [B, E] with its counters, and scratch memory that layers take turns to use."""
+    """The residual stream x [B, E], its counters, the logits [B, V], and scratch memory that layers use in turn."""
 
-    def __init__(self, form: Form, batch: int, tiles: Tiles, device: torch.device) -> None:
+    def __init__(self, form: Form, batch: int, vocab_size: int, tiles: Tiles, device: torch.device) -> None:
         self.form, self.batch, self.tiles, self.device = form, batch, tiles, device
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._pending: tuple[Tensor, int] | None = None  # a product's bias and its partial sums, still to be added
@@ -59,11 +137,10 @@ class Stream:
         self.joined = self.room(batch, dtype=torch.int32)  # where in the block each row came
         self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=torch.bfloat16)
         self._partial = self.room(tiles.splits, batch, form.width)
-
-    @property
-    def between(self) -> torch.dtype:
-        """The precision of activations between kernels."""
-        return torch.float32 if self.batch == 1 else torch.bfloat16
+        self.logits = self.room(batch, vocab_size)
+        head_rows = tiles.head_one.rows_of(form.width) if batch == 1 else tiles.head_many.rows
+        self._best = self.room(batch, triton.cdiv(vocab_size, head_rows))  # the largest of each tile of logits
+        self._best_token = self.room(*self._best.shape, dtype=torch.int32)
 
     @property
     def position(self) -> Tensor:
@@ -71,14 +148,18 @@ class Stream:
         return self.counters[0]
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros of one's own."""
+        """A new tensor of zeros."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same."""
+        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same.
+
+        Activations between kernels are float32 for one row and bfloat16 for several, unless `dtype` says otherwise.
+        """
         key = (name, shape, dtype)
         if key not in self._scratch:
-            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or self.between)
+            between = torch.float32 if self.batch == 1 else torch.bfloat16
+            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or between)
         return self._scratch[key]
 
     def counter(self) -> Tensor:
@@ -145,14 +226,14 @@ class Stream:
         )  # fmt: skip
         self._pending = dense[1], slices
 
-    def head(self, norm: Pair, weight: Tensor, logits: Tensor, best: Tensor, best_token: Tensor) -> None:
-        """Logits [B, V] of the normed stream, and the largest of each tile with its token; the step is over."""
-        form, (V, E) = self.form, weight.shape
+    def head(self, norm: Pair, weight: Tensor) -> None:
+        """The logits of the normed stream, and the largest of each tile with its token; the step is over."""
+        form, (V, E), out = self.form, weight.shape, (self.logits, self._best, self._best_token)
         if self.batch == 1:
             tile = self.tiles.head_one
             rows = tile.rows_of(E)
             decode.head_one[(triton.cdiv(V, rows),)](
-                self.x, *norm, weight, logits, best, best_token, form.epsilon, form.head_scale, V, E, form.centred,
+                self.x, *norm, weight, *out, form.epsilon, form.head_scale, V, E, form.centred,
                 E_PAD=pad(E), ROWS=rows, **self.launch(tile),
             )  # fmt: skip
             return
@@ -160,20 +241,15 @@ class Stream:
         columns = tile.columns_of(self.batch)
         self._add_and_norm(norm, None, factor=form.head_scale)
         decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(self.batch, columns))](
-            self.normed, weight, logits, best, best_token,
-            self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
+            self.normed, weight, *out, self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
+            **self.launch(tile),
         )  # fmt: skip
 
-    def head_tiles(self, vocab_size: int) -> int:
-        """How many tiles `head` cuts a vocabulary into."""
-        tiles, E = self.tiles, self.form.width
-        return triton.cdiv(vocab_size, tiles.head_one.rows_of(E) if self.batch == 1 else tiles.head_many.rows)
-
-    def choose(self, best: Tensor, best_token: Tensor, out: Tensor) -> None:
+    def choose(self, out: Tensor) -> None:
         """The likeliest tokens, from the tiles' of `head`: the next step's `tokens`, and a copy in `out` [B]."""
-        tiles = best.shape[1]
+        tiles = self._best.shape[1]
         decode.choose_next[(self.batch,)](
-            best, best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
+            self._best, self._best_token, self.tokens, out, tiles, TILES_PAD=pad(tiles), **self.launch()
         )
 
     def launch(self, tile: Tile | None = None, early: bool = True) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Causal convolution in one pass over the signal: the fast path of `gss.ops.convolution` in reduced precision.
+"""Causal convolution in one pass over the signal: the fast path of `gss.ops.state_space` in reduced precision.
 
 An FFT library writes and reads the signal's spectrum in float32 several times over. Here one program takes a whole
 row, transforms it, multiplies, transforms it back and writes it once. The transforms are matrix products on tensor
 cores: a DFT of size N = N₁·N₂, its points laid out as an N₁×N₂ matrix, is a product with the DFT matrix of size N₁
-from the left, a twiddle factor a point, and a product with the one of size N₂ from the right. The second product is
+from the left, a twiddle factor per point, and a product with the one of size N₂ from the right. The second product is
 taken a few columns at a time, and each slice of the spectrum goes through the kernel's bins and into the sums of
 the inverse at once, as attention does with its keys and values: the whole spectrum never exists.
 

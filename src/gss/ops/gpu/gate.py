@@ -22,9 +22,8 @@ def gate_product_(
     context: Tensor, gate: Tensor, gate_bias: Tensor | None, context_bias: Tensor | None, activation: str
 ) -> Tensor:
     """φ(gate + gate_bias) ∗ (context + context_bias), [M, F], in the place of `context`."""
-    _gate_kernel[_grid(gate)](
-        context, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, EVEN=_even(gate), **_TILE
-    )
+    grid, options = _launch(gate)
+    _gate_kernel[grid](context, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options)
     return context
 
 
@@ -40,24 +39,20 @@ def gate_gradients_(
     and the two gradients' sums over rows, [2, F]. The first is in the place of `grad`, the third of `context`.
     """
     grad_context = torch.empty_like(gate)
-    grid = _grid(gate)
+    grid, options = _launch(gate)
     sums = torch.empty(grid[1], 2, gate.shape[1], device=gate.device)
     _gate_backward_kernel[grid](
-        grad, context, grad_context, sums, gate, gate_bias, context_bias, *gate.shape,
-        ACTIVATION=activation, EVEN=_even(gate), **_TILE,
-    )  # fmt: skip
+        grad, context, grad_context, sums, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options
+    )
     return grad, grad_context, context, sums.sum(0)
 
 
-def _grid(gate: Tensor) -> tuple[int, int]:
+def _launch(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, and the options of a launch; where tiles cover the tensors exactly, nothing is masked."""
     rows, width = gate.shape
-    return triton.cdiv(width, _TILE["BN"]), triton.cdiv(rows, _TILE["BM"] * _TILE["STEPS"])
-
-
-def _even(gate: Tensor) -> bool:
-    """Whether tiles cover the tensors exactly, so that nothing is masked."""
-    rows, width = gate.shape
-    return rows % (_TILE["BM"] * _TILE["STEPS"]) == 0 and width % _TILE["BN"] == 0
+    high, wide = _TILE["BM"] * _TILE["STEPS"], _TILE["BN"]
+    even = rows % high == 0 and width % wide == 0
+    return (triton.cdiv(width, wide), triton.cdiv(rows, high)), {**_TILE, "EVEN": even}
 
 
 @torch.library.custom_op("gss::gated_output", mutates_args=())

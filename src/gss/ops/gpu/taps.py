@@ -1,4 +1,4 @@
-"""From the parameters of a state space to its kernel in a handful of launches: the fast path of `gss.ops.kernel`.
+"""From the parameters of a state space to its kernel in a handful of launches: the fast path of `gss.ops.state_space`.
 
 For the paper's form (unit step, zero-order hold) only. The general path is a hundred small operations on complex
 numbers, forward and backward, and on a GPU a small operation costs its launch. Here each direction is one matrix
