@@ -18,22 +18,22 @@ from gss.nn.state import ModelState
 
 PIECE = 4096
 """Tokens of a sequence that are read at a time."""
-_LOGIT_ELEMENTS = 1 << 25  # of logits held at a time
+_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits held at a time: a GPU needs more of them to be busy
 
 
 def token_scores(model: LanguageModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """For targets [N] after activations [N, E]: log-probabilities in nats, float64, and whether no other token has a
     larger logit; on the CPU, from a few rows of logits at a time.
     """
-    rows = max(1, _LOGIT_ELEMENTS // model.config.vocab_size)
-    logs, likeliest = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
+    rows = max(1, _LOGIT_ELEMENTS.get(hidden.device.type, 1 << 25) // model.config.vocab_size)
+    logs, likeliest = [], []
     for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
         logits = model.logits(part)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         own = wide.gather(1, target.unsqueeze(1)).squeeze(1)
-        logs.append((own - wide.logsumexp(-1)).double().cpu())
-        likeliest.append((logits.argmax(-1) == target).cpu())
-    return torch.cat(logs), torch.cat(likeliest)
+        logs.append((own - wide.logsumexp(-1)).double())
+        likeliest.append(logits.argmax(-1) == target)
+    return torch.cat(logs).cpu(), torch.cat(likeliest).cpu()  # moved once, so that a GPU is waited for once
 
 
 class ScoredPiece(NamedTuple):
