@@ -10,9 +10,9 @@ import pytest
 from experiments import page_plots
 from experiments.page import fill, missing, sections, write_page
 from experiments.records import Collection, read_results
+from experiments.results import ResultStore
 from experiments.studies import EVERY
 from gss.reproduce import SCALES, Corpus, Trial
-from gss.reproduce.results import ResultStore
 from gss.reproduce.trials import trial_of
 from tests.reproduce.conftest import BOOKS, made_up
 

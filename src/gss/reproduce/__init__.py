@@ -7,17 +7,5 @@ from gss.reproduce.runner import Outcome, reproduce
 from gss.reproduce.settings import SCALES, SYSTEMS, TARGETS, Scale, System, Target
 from gss.reproduce.trials import Corpus, Trial, find_corpora, planned
 
-__all__ = [
-    "SCALES",
-    "SYSTEMS",
-    "TARGETS",
-    "Corpus",
-    "Outcome",
-    "Scale",
-    "System",
-    "Target",
-    "Trial",
-    "find_corpora",
-    "planned",
-    "reproduce",
-]
+__all__ = ["SCALES", "SYSTEMS", "TARGETS", "Corpus", "Outcome", "Scale", "System", "Target", "Trial"]
+__all__ += ["find_corpora", "planned", "reproduce"]

@@ -1,17 +1,21 @@
 """Results as tables: the paper's columns with ours beside them, in Markdown that also reads well on a terminal."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gss.paper import LENGTHS, PARAMETERS, PERPLEXITY, STEPS_PER_SECOND, TPU_HOURS
-from gss.reproduce.results import WHOLE, Result
 from gss.reproduce.settings import System, Target
 from gss.reproduce.trials import Trial
 
+Result = Mapping[str, Any]
+"""What `score_trial` gives."""
 Found = Sequence[tuple[Trial, Result]]
 """Trials that are done, with their results."""
 Rows = list[list[str]]
 
+WHOLE = "whole"
+"""The name of the length at which every document is read whole, its state carried."""
 NONE = "–"
 LENGTH_NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
@@ -95,17 +99,9 @@ def notes(target: Target, found: Found, about: bool = True) -> list[str]:
     if about:
         apart = {trial.system.label: trial.system.about for trial, _ in found if trial.system.about}
         said += [f"{label}: {text}." for label, text in apart.items()]
-    machines, commits, torches = (
-        ", ".join(sorted({pick(result) or "unknown" for _, result in found})) for pick in _ORIGINS
-    )
+    origins = [(kept["hardware"], kept["versions"].get("torch"), kept["commit"]) for _, kept in found]
+    machines, torches, commits = (", ".join(sorted({each[i] or "unknown" for each in origins})) for i in range(3))
     return [*said, f"Hardware: {machines}; torch {torches}; commit {commits}."]
-
-
-_ORIGINS: tuple[Callable[[Result], str | None], ...] = (
-    lambda result: result["hardware"],
-    lambda result: result["commit"],
-    lambda result: result["versions"].get("torch"),
-)
 
 
 def by_seed(found: Found) -> list[tuple[Trial, list[Result]]]:
