@@ -19,7 +19,7 @@ from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_
 from experiments.layer import bench_layer
 from experiments.pypi_gss import pypi_part
 from gss.bench.models import bench_decode, bench_prefill, bench_train
-from gss.bench.results import Measurement, document, missing, reason, table
+from gss.bench.results import Measurement, document, reason, table
 from gss.io.devices import pick_device
 from gss.presets import preset
 
@@ -32,7 +32,7 @@ def beside(
     try:
         theirs = Measurement(title, measure(), "tokens/s")
     except Exception as error:
-        return [missing(title, "tokens/s", reason(error))]
+        return [Measurement(title, None, "tokens/s", note=reason(error))]
     same = next(row for row in ours if row.name.startswith(f"{what} ") and row.name.endswith(f", {where}"))
     return [theirs.beside(same.name.removeprefix(f"{what} ").partition(",")[0], same.value)]
 

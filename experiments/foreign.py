@@ -248,7 +248,7 @@ def train_foreign(
             raise ValueError(f"the loss is {first}")
         seconds = statistics.median(intervals(step, repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return TrainingSpeed(inputs.numel() / seconds, model.parameter_count, None, peak)
+        return TrainingSpeed(inputs.numel() / seconds, model.parameter_count, peak)
     finally:
         release(device)
 

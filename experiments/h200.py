@@ -25,7 +25,7 @@ from experiments.pypi_gss import pypi_part
 from gss.bench.check import check_training
 from gss.bench.measure import release
 from gss.bench.models import TrainingSpeed, bench_decode, bench_prefill, measure_training
-from gss.bench.results import Measurement, document, missing, reason, table
+from gss.bench.results import Measurement, document, reason, table
 from gss.io.devices import pick_device
 from gss.ops import fast
 from gss.presets import preset
@@ -76,7 +76,7 @@ class SpeedTable:
                 else:
                     found = measure_training(name, *common, like.vocab_size)
         except Exception as error:  # out of memory, a peer that is not installed: a row that says so
-            self.keep([missing(f"training {name}, {where}{how}", "tokens/s", reason(error))])
+            self.keep([Measurement(f"training {name}, {where}{how}", None, "tokens/s", note=reason(error))])
             return None
         self.keep(found.rows(name, where + how, self.ceilings.square))
         if length == self.length and use_fast:
@@ -137,7 +137,7 @@ def train(run: SpeedTable) -> None:
         if peer in run.best:
             run.keep([ratio_row(f"training gss over {peer}, {where}", peer, ours, run.best[peer], goal)], goals=True)
         else:
-            run.keep([missing(f"training gss over {peer}, {where}", "×", "the peer gave no figure", goal)], goals=True)
+            run.goal(f"training gss over {peer}, {where}", None, "×", goal, "the peer gave no figure")
     peak = at_middle.peak_bytes if at_middle else None
     run.goal(f"peak memory of gss, {middle}×{run.length}", peak and peak / 1e9, "GB", 30.0)
 
@@ -217,7 +217,7 @@ def _foreign(run: SpeedTable, what: str, where: str, measure: Callable[[], float
     try:
         return [Measurement(title, measure(), "tokens/s")]
     except Exception as error:
-        return [missing(title, "tokens/s", reason(error))]
+        return [Measurement(title, None, "tokens/s", note=reason(error))]
     finally:
         release(run.device)
 
@@ -273,7 +273,7 @@ def main() -> None:
         try:
             SECTIONS[name](run)
         except Exception as error:  # the other sections still count
-            run.keep([missing(f"section {name}", "", reason(error))], goals=True)
+            run.keep([Measurement(f"section {name}", None, "", note=reason(error))], goals=True)
         release(device)
         print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
         found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), arguments.commit)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from experiments.memory import peak_bytes
 from gss.bench.check import Errors, autocast, joint_error, limited
 from gss.bench.measure import intervals, median_seconds, release
-from gss.bench.results import Measurement, missing
+from gss.bench.results import Measurement
 from gss.config import ModelConfig
 from gss.nn.gss import GSSLayer
 from gss.ops import fast
@@ -78,7 +78,7 @@ def _measure(setting: Setting, rivals: Mapping[str, Swap], repeats: int) -> list
         try:
             contestants[name] = TrainingPass(setting, False, swap)
         except ValueError as refusal:
-            rows.append(missing(f"{setting}, {name}", "ms", str(refusal)))
+            rows.append(Measurement(f"{setting}, {name}", None, "ms", note=str(refusal)))
             continue
         difference = _difference(contestants[first].forward(), contestants[name].forward())
         if not difference < (5e-2 if device.type == "cuda" else 1e-4):

@@ -55,13 +55,8 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; NaN compares as infinitely far."""
-    return joint_error([actual], [expected])
-
-
 def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The relative error of several tensors, taken as one long vector."""
+    """‖actual − expected‖ / ‖expected‖ in float64, of all tensors as one long vector; infinite where there is a NaN."""
     pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
     difference = torch.stack([(a - e).square().sum() for a, e in pairs]).sum().sqrt()
     error = difference / torch.stack([e.square().sum() for _, e in pairs]).sum().sqrt().clamp(min=1e-300)
@@ -84,7 +79,7 @@ def check_training(config: ModelConfig, device: torch.device, length: int) -> di
     # One small parameter's gradient may be all wrong and be lost in the sum; alone it is allowed more noise.
     names = (name for name, _ in model.named_parameters())
     for name, ours, reference, truth in zip(names, measured[1:], plain[1:], exact[1:], strict=True):
-        own, usual = relative_error(ours, truth), relative_error(reference, truth)
+        own, usual = (joint_error([found], [truth]) for found in (ours, reference))
         Errors(own, usual, max(0.1, 4 * usual)).demand(f"the gradient of {name}")
     return errors
 
@@ -129,5 +124,5 @@ def check_decoding(model: LanguageModel) -> Errors:
         twin = build_model(model.config).to(device).double()
         twin.load_state_dict(model.state_dict())
         exact = twin(tokens)[0][:, first:]
-    errors = limited(relative_error(stepped, exact), relative_error(plain, exact), device)
+    errors = limited(joint_error([stepped], [exact]), joint_error([plain], [exact]), device)
     return errors.demand("decoded logits")

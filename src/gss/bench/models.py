@@ -2,7 +2,7 @@
 
 bf16 autocast on a GPU, float32 on a CPU, random tokens in memory. Correctness comes first, at every model: the loss and
 gradients of a small batch, the first training step's loss, the last logits of a prompt, decoded logits. Where they are
-not those of plain arithmetic nothing is reported.
+not those of plain arithmetic nothing is reported. Times are medians after a warm-up.
 """
 
 import statistics
@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gss.accounting import account, flops_per_token
-from gss.bench.check import Errors, autocast, check_decoding, check_training, limited, plain_loss, relative_error
+from gss.accounting import account
+from gss.bench.check import Errors, autocast, check_decoding, check_training, joint_error, limited, plain_loss
 from gss.bench.measure import intervals, median_seconds, release
 from gss.bench.results import Measurement, Report, compared
 from gss.data import Batch
@@ -28,6 +28,8 @@ from gss.training.distributed import World
 from gss.training.step import Stepper
 
 _SIZES = ("-tiny", "-small", "-lm1b")
+Shapes = Sequence[tuple[int, int]]
+"""(batch, length) pairs; decoding: (batch, context)."""
 
 
 def presets_of(model: str, peers: Sequence[str]) -> list[str]:
@@ -48,23 +50,16 @@ class TrainingSpeed:
 
     tokens_per_second: float
     parameters: int
-    accounted_flops: float | None = None
-    """Per token: three forward passes by `gss.accounting`, attention and convolutions included."""
     peak_bytes: int | None = None
     """Of GPU memory; None on a CPU."""
 
     def rows(self, name: str, where: str, matmul_rate: float | None) -> list[Measurement]:
-        """The speed; MFU by both counts, where the machine's matrix rate is known; memory."""
+        """The speed; MFU where the machine's matrix rate is known; memory."""
         size = f"{self.parameters / 1e6:.1f}M parameters"
-        flops = {"": 6.0 * self.parameters, ", accounted": self.accounted_flops}
-        notes = {"": "6·parameters·tokens/s", ", accounted": "gss.accounting's FLOPs"}
         rows = [Measurement(f"training {name}, {where}", self.tokens_per_second, "tokens/s", note=size)]
-        rows += [
-            Measurement(f"MFU of {name}, {where}{end}", count * self.tokens_per_second / matmul_rate, "of matmul rate",
-                        note=notes[end])
-            for end, count in flops.items()
-            if matmul_rate and count
-        ]  # fmt: skip
+        if matmul_rate:
+            mfu = 6 * self.parameters * self.tokens_per_second / matmul_rate
+            rows.append(Measurement(f"MFU of {name}, {where}", mfu, "of matmul rate", note="6·parameters·tokens/s"))
         if self.peak_bytes is not None:
             rows.append(Measurement(f"peak memory of {name}, {where}", self.peak_bytes / 1e9, "GB"))
         return rows
@@ -72,7 +67,7 @@ class TrainingSpeed:
 
 def bench_train(
     models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
+    shapes: Shapes,
     device: torch.device,
     matmul_rate: float | None = None,
     compiled: bool = False,
@@ -89,9 +84,9 @@ def bench_train(
         speed = measure_training(name, batch, length, device, compiled, repeats, vocab_size)
         return speed.rows(name, where, matmul_rate)
 
-    for shape in shapes:
-        where = "×".join(map(str, shape))
-        rows += compared(models, "training", where, partial(measure, where, *shape), report)
+    for batch, length in shapes:
+        where = f"{batch}×{length}"
+        rows += compared(models, "training", where, partial(measure, where, batch, length), report)
     return rows
 
 
@@ -103,14 +98,9 @@ def measure_training(
     torch.manual_seed(0)
     model_config = preset(name, vocab_size=vocab_size)
     config = TrainConfig(
-        preset=name,
-        model=model_config,
-        steps=repeats + 10,
-        length=length,
-        batch_tokens=batch * length,
-        compile=compiled,
-        device=device.type,
-    )
+        preset=name, model=model_config, steps=repeats + 10, length=length, batch_tokens=batch * length,
+        compile=compiled, device=device.type,
+    )  # fmt: skip
     tokens = torch.randint(0, vocab_size, (batch, length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     try:
@@ -126,15 +116,14 @@ def measure_training(
             raise ValueError(f"{name}: the first step's loss is {first:.4f}, the plain float32 one {expected:.4f}")
         seconds = statistics.median(intervals(lambda: stepper.step(step, 1), repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        flops = 3 * flops_per_token(model_config, length)
-        return TrainingSpeed(inputs.numel() / seconds, account(model_config, length).parameters, flops, peak)
+        return TrainingSpeed(inputs.numel() / seconds, account(model_config, length).parameters, peak)
     finally:
         release(device)
 
 
 def bench_prefill(
     models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
+    shapes: Shapes,
     device: torch.device,
     pieces: Sequence[int] = (),
     compiled: bool = False,
@@ -176,7 +165,7 @@ def measure_prefill(
         for layer in model.layers:
             layer.compile()
     try:
-        errors = limited(relative_error(prefill(), exact), relative_error(plain, exact), device)
+        errors = limited(joint_error([prefill()], [exact]), joint_error([plain], [exact]), device)
         errors.demand("the last logits of the prompt")
         return tokens.numel() / statistics.median(intervals(prefill, repeats, device, warmup=1)), errors
     finally:
@@ -186,7 +175,7 @@ def measure_prefill(
 @torch.no_grad()
 def bench_decode(
     models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
+    shapes: Shapes,
     device: torch.device,
     repeats: int = 5,
     report: Report = lambda text: None,

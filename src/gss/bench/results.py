@@ -57,11 +57,6 @@ class Measurement:
         return replace(self, peer=peer, ratio=ratio)
 
 
-def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Measurement:
-    """The row of something that could not be measured."""
-    return Measurement(name, None, unit, goal, note=reason)
-
-
 def compared(
     names: Sequence[str], what: str, where: str, measure: Callable[[str], list[Measurement]], report: Report
 ) -> list[Measurement]:
@@ -78,7 +73,7 @@ def compared(
         except Exception as error:
             if not rows:
                 raise
-            rows.append(missing(title, "tokens/s", reason(error)))
+            rows.append(Measurement(title, None, "tokens/s", note=reason(error)))
             continue
         rows += [speed.beside(names[0], rows[0].value) if rows else speed, *others]
     return rows
