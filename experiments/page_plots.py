@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from experiments.figures import Line, Panel, Picture, draw
 from experiments.records import Collection, Record, perplexities, speed
 from experiments.studies import STUDIES
 from gss.evaluation import PAPER_LENGTHS
-from gss.report.figures import Line, Panel, Picture, draw
 from gss.report.theme import LIGHT, require_matplotlib, run_colour, style, tokens
 from gss.reproduce.settings import SYSTEMS
 from gss.reproduce.tables import LENGTH_NAMES, Found, by_seed

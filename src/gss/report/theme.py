@@ -12,6 +12,7 @@ from math import isclose, log10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Name → (light, dark). Light colours must differ from each other: they stand for their names in an SVG.
@@ -66,14 +67,43 @@ def style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(settings)
 
 
+def run_variable(index: int) -> str:
+    """The name of a run's colour, by its place in the report; they repeat after eight."""
+    return f"run{index % 8 + 1}"
+
+
 def run_colour(index: int) -> str:
-    """The colour of a run, by its place in the report; they repeat after eight."""
+    """That colour."""
     return LIGHT[run_variable(index)]
 
 
-def run_variable(index: int) -> str:
-    """The name of a run's colour."""
-    return f"run{index % 8 + 1}"
+def logarithmic(axis: "Axis") -> None:
+    """Make an axis logarithmic, its ticks few and short."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(power_of_ten)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(figure: "Figure") -> None:
+    """Say over the figure, where it covers nothing, which lines are which; one name alone is not said."""
+    pairs = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes)
+    named = {label: handle for pair in pairs for handle, label in pair}
+    if len(named) > 1:
+        names = [short(label) for label in named]
+        columns = int(12 * figure.get_figwidth()) // (4 + max(map(len, names)))
+        figure.legend(
+            list(named.values()), names, loc="outside upper left", ncols=max(1, min(len(names), columns)),
+            handletextpad=0.4, columnspacing=1.2, handlelength=1.2, borderaxespad=0.1,
+        )  # fmt: skip
+
+
+def short(name: str, size: int = 30) -> str:
+    """A name that fits a legend: its end, which tells folders apart."""
+    name = "".join(character if character.isprintable() else "\ufffd" for character in name)
+    return name if len(name) <= size else "…" + name[-size + 1 :]
 
 
 def layer_colours(count: int) -> list[str]:
