@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gss.accounting import account
-from gss.bench.results import provenance
+from gss.bench.machine import provenance
 from gss.config import to_mapping
 from gss.data import open_dataset
 from gss.evaluation import PAPER_LENGTHS, evaluate, reachable_lengths

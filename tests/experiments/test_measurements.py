@@ -3,9 +3,16 @@
 import json
 import math
 
+import pytest
 import torch
 
-from gss.bench.results import Measurement, document, number, table
+from experiments.measurements import Measurement, TrainingSpeed, document, number, table
+
+
+def test_mfu_is_six_flops_a_parameter_and_token_over_the_matmul_rate() -> None:
+    rows = {row.name: row.value for row in TrainingSpeed(400_000.0, 192_000_000).rows("gss", "16×4096", 766e12)}
+    assert rows["MFU of gss, 16×4096"] == pytest.approx(6 * 192e6 * 400e3 / 766e12)
+    assert rows["training gss, 16×4096"] == 400_000.0
 
 
 def test_a_goal_is_a_limit_from_the_better_side() -> None:
