@@ -9,7 +9,7 @@ from typing import Any
 
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.model import ABOUT, loaded, write_model
-from gss.io.files import read_json, require_new, write_json, written_folder
+from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 
 RUNTIME = "https://cdn.jsdelivr.net/npm/onnxruntime-web@1.30.0/dist/"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -42,6 +42,12 @@ def export_page(
         write_json(aside / ABOUT, about)
         for path in (*_PAGE.iterdir(), *(_SHARED / name for name in _SHARED_FILES)):
             shutil.copyfile(path, aside / path.name)
+        playground = (_SHARED / "index.html").read_text(encoding="utf-8")
+        prompt = playground[
+            playground.index('      <label for="prompt"') : playground.index('        <button id="further"')
+        ]
+        page = (_PAGE / "index.html").read_text(encoding="utf-8")
+        write_file(aside / "index.html", page.replace("      <!-- the playground's prompt -->\n", prompt))
         if runtime:
             (aside / "onnxruntime").mkdir()
             for name in RUNTIME_FILES:
