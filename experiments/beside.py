@@ -19,6 +19,7 @@ from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_
 from experiments.layer import bench_layer
 from experiments.measurements import Measurement, document, measurements, reason, table
 from experiments.pypi_gss import pypi_part
+from gss.bench.check import Figure
 from gss.bench.models import bench_decode, bench_prefill, bench_train
 from gss.io.devices import pick_device
 from gss.presets import PRESETS, preset
@@ -46,7 +47,8 @@ def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measur
         config = preset(model, norm_epsilon=1e-5)  # the peer's epsilon
         return bench_layer(config, shapes, device, rivals={"pypi-gss": pypi_part}, repeats=repeats)
     shapes = [(1, arguments.context)] if what == "decode" else shapes
-    bench = {"train": bench_train, "prefill": bench_prefill, "decode": bench_decode}[what]
+    benches: dict[str, Callable[..., list[Figure]]] = {"train": bench_train, "prefill": bench_prefill}
+    bench = benches.get(what, bench_decode)
     rows = measurements(bench(model, shapes, device, repeats=repeats))
     title = "training" if what == "train" else what
     for batch, length in shapes:

@@ -286,10 +286,10 @@ def _time_constants(now: list[StateSpaceRecord], start: list[StateSpaceRecord], 
 
     scale = 0.86 / max(shares(space).max() for space in (*now, *start))
     for base, index in enumerate(reversed(range(len(now)))):
-        heights, filled = base + scale * shares(now[index]), {"fill": True, "alpha": 0.75, "zorder": 2}
-        axes.stairs(heights, edges, baseline=base, color=colours[index], **filled)
+        filled: dict[str, Any] = {"color": colours[index], "fill": True, "alpha": 0.75, "zorder": 2}
+        axes.stairs(base + scale * shares(now[index]), edges, baseline=base, **filled)
         if start:
-            outline = {"color": LIGHT["ink"], "label": "start", "linewidth": 0.9, "zorder": 3}
+            outline: dict[str, Any] = {"color": LIGHT["ink"], "label": "start", "linewidth": 0.9, "zorder": 3}
             axes.stairs(base + scale * shares(start[index]), edges, baseline=base, **outline)
     logarithmic(axes.xaxis)
     axes.set_yticks(range(len(now)), [space.name for space in reversed(now)])

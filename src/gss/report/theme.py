@@ -12,7 +12,7 @@ from math import isclose, log10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axis import Axis
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
 # Name → (light, dark). Light colours must differ from each other: they stand for their names in an SVG.
@@ -77,7 +77,7 @@ def run_colour(index: int) -> str:
     return LIGHT[run_variable(index)]
 
 
-def logarithmic(axis: "Axis") -> None:
+def logarithmic(axis: "XAxis | YAxis") -> None:
     """Make an axis logarithmic, its ticks few and short."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
