@@ -1,4 +1,4 @@
-"""Where else a run's numbers go: TensorBoard, Weights & Biases; each an extra, imported only when asked for."""
+"""TensorBoard and Weights & Biases as further places for a run's metrics: extras, imported only when enabled."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from gss.training.config import TrainConfig
 
 
 class Board(NamedTuple):
-    """Takes a step's numbers by name, until it is closed."""
+    """Receives the metrics of each step by name, until it is closed."""
 
     add: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
 
 
 def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
-    """The boards that a run's settings ask for."""
+    """The boards that a run's settings enable."""
     wanted = {"tensorboard": (config.report.tensorboard, _tensorboard), "wandb": (config.report.wandb, _wandb)}
     boards = []
     for name, (asked, opened) in wanted.items():
@@ -43,7 +43,7 @@ def _tensorboard(config: TrainConfig, folder: Path) -> Board:
 
 
 def _wandb(config: TrainConfig, folder: Path) -> Board:
-    """A run there for each run folder, which a resumed run continues. Account and server are wandb's own settings."""
+    """One W&B run per run folder, continued when training resumes. Account and server are wandb's own settings."""
     import wandb
 
     run = wandb.init(
