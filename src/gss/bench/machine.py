@@ -1,4 +1,4 @@
-"""Timing that is fair to all sides, and where figures come from: command, commit, hardware and versions."""
+"""Timing, and the provenance of measurements: command, commit, hardware and versions."""
 
 import gc
 import itertools
@@ -28,7 +28,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def median_seconds(contestants: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
-    """Median time of each function, after a warm-up; they take turns, so that noise falls on all alike."""
+    """Median time of each function after a warm-up; they take turns, so that noise affects all of them equally."""
     seconds: dict[Name, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, function in contestants.items():
@@ -42,8 +42,8 @@ def median_seconds(contestants: Mapping[Name, Callable[[], Any]], repeats: int) 
 def intervals(function: Callable[[], Any], repeats: int, device: torch.device, warmup: int = 3) -> list[float]:
     """Seconds of each of `repeats` calls in a row, after warming up.
 
-    On a GPU by events between calls that are not waited for, as a training loop does not wait either: where the host
-    is the slower one, its time is what is measured.
+    On a GPU these are measured by events, without synchronizing between calls, as in a training loop; if the host is
+    slower than the GPU, its time is what counts.
     """
     for _ in range(warmup):
         function()
@@ -64,7 +64,7 @@ def intervals(function: Callable[[], Any], repeats: int, device: torch.device, w
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more, compiled code too: the next contestant starts afresh."""
+    """Free memory that is no longer referenced, compiled code included, so that the next measurement starts clean."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
@@ -74,7 +74,7 @@ def release(device: torch.device) -> None:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Where figures come from: command, commit, hardware, versions and date."""
+    """The provenance of a measurement: command, commit, hardware, versions and date."""
     there = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
         "command": command_line(),
@@ -86,7 +86,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this program was started; absolute paths are cut to the name, since folders differ between machines."""
+    """The command line of this program; absolute paths are reduced to names, since folders differ between machines."""
     program = Path(sys.argv[0])
     script = program.suffix == ".py" and program.name != "__main__.py"
     start = ["python", "-m", f"experiments.{program.stem}"] if script else ["gss"]
@@ -94,7 +94,7 @@ def command_line() -> str:
 
 
 def hardware(device: torch.device) -> str:
-    """The GPU's name, or the processor's and the threads used."""
+    """The name of the GPU, or of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -105,7 +105,7 @@ def hardware(device: torch.device) -> str:
 
 
 def source_commit() -> str:
-    """The commit of the source tree this runs from, "-dirty" with changes in it; empty where there is none."""
+    """The commit of the source tree, with "-dirty" if it has changes; empty outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

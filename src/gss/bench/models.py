@@ -131,7 +131,7 @@ def bench_prefill(
 def bench_decode(
     name: str, shapes: Shapes, device: torch.device, repeats: int = 5, report: Report = lambda text: None
 ) -> list[Figure]:
-    """The speed of greedy decoding at each shape; and how much longer a token takes after the slowest context."""
+    """The speed of greedy decoding at each shape, and the ratio between the slowest and the fastest context."""
     report(f"checking the decoder of {name}")
     torch.manual_seed(0)
     model = build_model(preset(name)).to(device).eval()
@@ -153,8 +153,8 @@ def bench_decode(
 
 
 def decoding_round(model: LanguageModel, batch: int, context: int) -> tuple[Callable[[], None], int]:
-    """What decodes some tokens of each row greedily after random ones and waits for them, and how many. Whole blocks,
-    so that folding them into the state is in the time; several where a graph makes them short."""
+    """A function that decodes some tokens of each row greedily after random ones and waits for them, and how many it
+    decodes: whole blocks, so that the time of folding them into the state is included."""
     device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     token = torch.zeros(batch, dtype=torch.int64, device=device)

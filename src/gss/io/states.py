@@ -1,4 +1,4 @@
-"""States in files: what a model has read, or a first state that was tuned. Safetensors, opened in milliseconds."""
+"""Model states in safetensors files: what a model has read, or a tuned first state."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ _SCALE = ":scale"
 
 
 def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> None:
-    """Keep a state in a safetensors file: a long document is read once and continued as often as wanted.
+    """Save a state to a safetensors file, so that a long document is read once and continued as often as needed.
 
-    With `int8` the file is a quarter as large: every 64 values are rounded to whole multiples of one number.
+    With `int8` the file is a quarter of the size: every 64 values share one scale.
 
     >>> lm = gss.load(run)
     >>> gss.save_state(lm.read("Once upon a time"), folder / "state.safetensors")
@@ -34,7 +34,7 @@ def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> No
 
 
 def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
-    """A state that `save_state` kept. The model that continues from it checks that it is its own.
+    """Load a state that `save_state` wrote. The model that continues from it checks that it fits.
 
     >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
     >>> gss.load_state(folder / "once.safetensors").position
@@ -57,7 +57,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values of the same shape, and the step between neighbouring ones for each block of them."""
+    """int8 values of the same shape, and the scale of each block."""
     blocks = _blocks(values.float())
     scale = blocks.abs().amax(1) / 127
     whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)

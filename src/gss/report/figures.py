@@ -1,7 +1,7 @@
-"""The figures of a report: curves of training, scores by length, and what the state spaces remember.
+"""The figures of a report: training curves, scores by length, and how long the state spaces remember.
 
-The start of the state spaces is drawn again: training seeds torch with the run's seed and builds the model, and so does
-this. All figures are made within `theme.style()`.
+The initial state spaces are reconstructed: like training, this seeds torch with the run's seed and builds the model.
+All figures are drawn within `theme.style()`.
 """
 
 import math
@@ -50,7 +50,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure and what is said around it."""
+    """A figure with its title and caption."""
 
     name: str
     """For ids."""
@@ -83,7 +83,7 @@ def training_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> li
 def _by_step(runs: Sequence[RunRecord], scored: Sequence[Scores], column: str) -> Picture:
     title, label, caption = _COLUMNS[column]
     axes = _axes("step", label)
-    settled: list[float] = []  # the first steps of a loss, far above the rest, are not to flatten it
+    settled: list[float] = []  # decides the range, so that the high losses of the first steps do not flatten the rest
     held_out = False
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
         rows = [row for row in run.training if row.get(column) is not None]
@@ -120,7 +120,7 @@ def _by_step(runs: Sequence[RunRecord], scored: Sequence[Scores], column: str) -
 
 
 def _held_out_points(run: RunRecord, score: Scores) -> dict[int, float]:
-    """Step → loss at the training length: those of the run, and the report's own at its end."""
+    """Step → loss at the training length: the run's own evaluations, and the report's at the end."""
     lengths = {row["length"] for row in run.held_out}
     wanted = min(lengths, key=lambda length: abs(length - (run.length or 0)), default=None)
     points = {row["step"]: row["loss"] for row in run.held_out if row["length"] == wanted}
@@ -167,7 +167,7 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
         if high > 5 * low:
             logarithmic(axes.yaxis)
         else:
-            room = max(0.12 * (high - low), (0.12 * low - (high - low)) / 2)  # hundredths are not to look like a trend
+            room = max(0.12 * (high - low), (0.12 * low - (high - low)) / 2)  # tiny differences should not look large
             axes.set_ylim(low - room, high + room)
         _mark(axes, mark)
         caption = f"The same tokens count at every length.{dashed}"
@@ -192,7 +192,7 @@ def _mark(axes: "Axes", place: int | None) -> None:
 
 
 def _positions(result: Evaluation) -> list[PositionLoss]:
-    """For each bin the length that has most tokens in it: short windows are many, long ones reach far."""
+    """For each bin, the loss at the length with the most tokens in it: short windows are many, long ones reach far."""
     best: dict[int, PositionLoss] = {}
     for found in sorted((found for row in result.rows for found in row.by_position), key=lambda found: found.tokens):
         best[found.start] = found
@@ -240,10 +240,10 @@ class StateSpaceRecord:
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:
-    """Those of a run's newest checkpoint, and of its start; empty without weights or state spaces, and the start where
-    it cannot be drawn again: the folder has no seed, or the run was imported."""
+    """The state spaces of a run's newest checkpoint, and the initial ones. Empty without weights or state spaces; the
+    initial ones are also empty if they cannot be reconstructed, because there is no seed or the run was imported."""
     now = records(run.loaded.model) if run.loaded else []
-    # What was imported may have changed on the way (a grown vocabulary moves every later draw).
+    # An imported model may have changed since (a larger vocabulary shifts every later random draw).
     trained_here = bool(now) and "seed" in run.config and run.environment
     return now, records(build_model(run.model_config, run.config["seed"])) if trained_here else []
 
@@ -262,7 +262,7 @@ def records(model: LanguageModel, length: int = KERNEL_LENGTH) -> list[StateSpac
 
 
 def memory_pictures(name: str, now: Sequence[StateSpaceRecord], start: Sequence[StateSpaceRecord]) -> list[Picture]:
-    """Time constants and the reach of kernels; `name` keeps the figures apart from other runs'."""
+    """Time constants and the reach of kernels; `name` makes the figures' ids unique."""
     count = len(now)
     rows = sorted({round(float(i)) for i in np.linspace(0, count - 1, min(count, _ROWS))})
     left_out = "" if len(rows) == count else f" {len(rows)} of {count} state spaces are drawn."

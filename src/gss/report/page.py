@@ -1,6 +1,6 @@
-"""From run folders to a page on disk: sections as HTML, figures inside as SVG.
+"""The report as one HTML page: sections, tables, and figures as inline SVG.
 
-Nothing is loaded from anywhere, and all text is escaped.
+The page loads nothing from elsewhere, and all text is escaped.
 """
 
 import math
@@ -32,7 +32,7 @@ from gss.report.theme import css_variables, require_matplotlib, run_variable, st
 from gss.training.config import flattened
 from gss.training.progress import duration
 
-# Said in the file itself: whatever ends up in it, nothing is loaded and nothing runs.
+# Whatever ends up in the file, the browser loads nothing and runs nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _SAMPLE_TOKENS = 200
 
@@ -49,15 +49,15 @@ def write_report(
     prompt: str | None = None,
     show: Callable[[str, float], None] = lambda stage, share: None,
 ) -> Path:
-    """Write a report on one or several runs, one HTML file; returns its path.
+    """Write a report on one or several runs as one HTML file and return its path.
 
-    data            a corpus to score the runs on where no scores are kept; None: each run's own, if still there
-    max_tokens      most held-out tokens to score a run on at each length; 0: score nothing
-    lengths         lengths to score at; None: the paper's, as far as documents reach
-    again           score again, whatever scores are kept
+    data            a corpus to score the runs on if no scores are stored; None: each run's own, if it still exists
+    max_tokens      the most held-out tokens to score at each length; 0: score nothing
+    lengths         lengths to score at; None: those of the paper's that documents reach
+    again           score again, even where scores are stored
     device          where runs are scored
-    prompt          of the samples; None: the run's own newest sample if it has one, else a new document
-    show            called with what is being done and the share of it that is done
+    prompt          for the samples; None: the run's newest sample if it has one, else a new document
+    show            called with the current stage and the share of it that is done
     """
     require_matplotlib()
     if max_tokens < 0:
@@ -111,7 +111,7 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
 
 
 def _summary(run: RunRecord, score: Scores, index: int) -> str:
-    """A run's figures, on a card."""
+    """A card with a run's key figures."""
     accounts = account(run.model_config, run.length or 4096)
     facts = {"parameters": tokens(accounts.parameters), "state": size(accounts.state_bytes)}
     trained = training_summary(run.training, run.config["batch_tokens"]) if run.training else None
@@ -202,18 +202,18 @@ def _samples(runs: list[RunRecord], prompt: str | None) -> str:
 
 
 class Table(NamedTuple):
-    """Rows of text under a header; the first column names the row."""
+    """A header and rows of text; the first column names the row."""
 
     header: Sequence[str]
     rows: list[Sequence[str]]
     quiet: frozenset[int] = frozenset()
-    """Rows that are there to compare with."""
+    """Rows that are only for comparison."""
     words: bool = False
     """Columns hold words, not numbers."""
 
 
 def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table | None:
-    """Perplexity by length as in the paper's tables: a row per model, a column per length; the paper's rows below."""
+    """Perplexity in the layout of the paper's tables: a row per model, a column per length; the paper's rows below."""
     results = [score.result for score in scored if score.result]
     if not results:
         return None
@@ -260,7 +260,7 @@ def difference_table(runs: Sequence[RunRecord]) -> Table | None:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """A number of bytes in a readable unit."""
     units = ["bytes", "kB", "MB", "GB"]
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
@@ -287,7 +287,7 @@ def _value(value: Any) -> str:
 
 
 def _table(table: Table) -> str:
-    """In a box that scrolls where it is too wide."""
+    """A table in a box that scrolls if it is too wide."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
     body = ""
     for number, (name, *cells) in enumerate(table.rows):
@@ -309,16 +309,16 @@ def _figures(pictures: Iterable[Picture]) -> str:
 
 
 def _beside(parts: Iterable[str], kind: str = "grid") -> str:
-    """Parts beside each other where there is room; nothing where there are none."""
+    """Parts side by side where there is room; empty without any."""
     inside = "\n".join(parts)
     return inside and f'<div class="{kind}">{inside}</div>'
 
 
 def _paragraph(kind: str, text: str) -> str:
-    """An `intro` to a section, a `note` on something that is missing, or what something is `about`."""
+    """A paragraph: the `intro` of a section, a `note` on something missing, or a line `about` something."""
     return f'<p class="{kind}">{escape(text)}</p>'
 
 
 def _mark(index: int) -> str:
-    """What gives an element the colour of a run."""
+    """The attribute that gives an element the colour of a run."""
     return f'style="--mark:var(--{run_variable(index)})"'

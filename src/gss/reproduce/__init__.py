@@ -1,4 +1,4 @@
-"""The paper's tables on corpora at hand: which systems, with which settings, trained and scored one by one.
+"""The paper's tables on your own corpora: systems and their settings, trained and scored one after another.
 
 settings (what is compared, as data) -> trials (what is run) -> runner (train, score, keep) -> tables
 """

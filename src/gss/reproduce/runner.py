@@ -1,6 +1,6 @@
-"""Trials one after another, each in its run folder: skip what is done, resume what was interrupted, score what is new.
+"""Run trials one after another, each in its run folder: skip finished ones, resume interrupted ones, score the rest.
 
-OUT/NAME/result.json   what a trial scores, in its run folder         OUT/TABLE.md   what they say together
+OUT/NAME/result.json   the scores of a trial, in its run folder         OUT/TABLE.md   the table of all of them
 """
 
 import shlex
@@ -33,7 +33,7 @@ from gss.training.config import differences
 
 Show = Callable[[str, float], None]
 Bar = Callable[[str], AbstractContextManager[Show]]
-"""Given a stage's name, a context that yields what shows how far it is."""
+"""Given the name of a stage, a context manager that yields a function to show its progress."""
 RESULT = "result.json"
 # Tokens read at a time, and side by side.
 _PIECE = {"cuda": 16_384, "cpu": 4096}
@@ -47,11 +47,11 @@ class Outcome:
     text: str = ""
     """The table as Markdown."""
     done: list[Trial] = field(default_factory=list)
-    """With a result, from this call or an earlier one."""
+    """Trials with a result, from this call or an earlier one."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why, by the name of the trial."""
+    """The reason of each failure, by the name of the trial."""
     commands: list[str] = field(default_factory=list)
-    """At the paper's scale: what trains the trials that are left, on a machine with several GPUs."""
+    """At the paper's scale: the commands that train the remaining trials on a machine with several GPUs."""
     signal: int | None = None
     """The signal that stopped it early."""
 
@@ -85,7 +85,7 @@ def reproduce(
             with bar(f"scoring {trial.name}") as show:
                 results[trial.name] = score_trial(trial, folder, where, partial(show, f"scoring {trial.name}"))
             write_json(folder / RESULT, finite(results[trial.name]))
-        except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
+        except (ValueError, RuntimeError) as error:  # diverged, or out of memory: the others may succeed
             outcome.failed[trial.name] = str(error)
             say(f"{trial.name} failed: {error}")
     outcome.done = [trial for trial in trials if results[trial.name]]
@@ -96,7 +96,7 @@ def reproduce(
 
 
 def _kept(trial: Trial, folder: Path) -> dict[str, Any]:
-    """A trial's result, empty where it has none; ValueError where the file is of other settings or data."""
+    """A trial's stored result, empty if it has none; ValueError if it belongs to other settings or data."""
     path = folder / RESULT
     if not path.is_file():
         return {}
@@ -137,7 +137,7 @@ def train_trial(trial: Trial, folder: Path, device: torch.device, quiet: bool) -
 
 
 def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable[[float], None]) -> dict[str, Any]:
-    """What is known once the run in `folder` has been trained: its settings, its speed, its scores at each length."""
+    """The result of the trained run in `folder`: settings, speed, and scores at each length."""
     model = load(folder, device=device).model
     dataset = open_dataset(trial.corpus.folder, HELD_OUT, verify=False)
     precision = "bf16" if device.type == "cuda" else "fp32"
@@ -157,7 +157,7 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
                 raise
             row = {"perplexity": None, "loss": None, "by_position": []}  # the model breaks at this length
         if not trial.corpus.lossless:
-            row["bits_per_byte"] = None  # what the vocabulary drops is never paid for
+            row["bits_per_byte"] = None  # the text that the vocabulary drops costs no bits
         rows[WHOLE if length is None else str(length)] = row
         show((index + 1) / len(lengths))
     if lengths == [None]:
@@ -184,7 +184,7 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
 
 
 def _command(trial: Trial, folder: Path) -> str:
-    """What trains a trial on one machine of eight GPUs; any number that divides the rows of a batch will do."""
+    """The command that trains a trial on eight GPUs; any number that divides the rows of a batch works."""
     recipe = recipe_path(recipe_name(trial.system, trial.scale, trial.corpus.paper))
     changes = dict(trial.system.settings) | {"seed": trial.config.seed, "steps": trial.config.steps}
     changes |= trial.scale.settings
@@ -195,6 +195,6 @@ def _command(trial: Trial, folder: Path) -> str:
 
 
 def steps_done(folder: Path) -> int:
-    """Steps that a run folder's newest checkpoint has behind it."""
+    """The step of a run folder's newest checkpoint, 0 without one."""
     there = checkpoint.checkpoints(folder / "checkpoints")
     return checkpoint.step_of(there[-1]) if there else 0

@@ -1,7 +1,7 @@
-"""What `gss reproduce` compares, as data: systems, scales and tables. Training settings are those of `gss.recipes`.
+"""What `gss reproduce` compares, as data: systems, scales and tables. Training settings come from `gss.recipes`.
 
-Whatever was tuned was tuned once, on the validation split of books, and holds for every other corpus, as in the paper.
-Imports no torch.
+Everything that was tuned was tuned once, on the validation split of books, and is used for every corpus, as in the
+paper. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class System:
     """A row of a table: a model and how it is trained."""
 
     name: str
-    """For files and `--only`."""
+    """In file names and for `--only`."""
     label: str
     """As the paper writes it."""
     model: str
@@ -29,7 +29,7 @@ class System:
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
     about: str = ""
-    """What sets it apart, where the label does not say."""
+    """How it differs from the others, where the label does not say."""
 
     @property
     def block_recurrent(self) -> bool:
@@ -39,11 +39,11 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large models are and how long they train."""
+    """The size of the models and the length of their training."""
 
     name: str
     suffix: str
-    """Of presets."""
+    """Of the presets' names."""
     recipe: str | None
     """None: the paper's recipe for the corpus."""
     tokens: int | None
@@ -53,13 +53,13 @@ class Scale:
     adafactor_rate: float | None = None
     """The learning rate of block-recurrent models. None: the released one."""
     evaluate_bytes: int | None = None
-    """Held-out documents are scored from the first on, whole, until their text has this many bytes: the same text for
-    every vocabulary. None: all of them."""
+    """The first held-out documents are scored until their text has this many bytes, the same text for every vocabulary.
+    None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What can be asked for: a table of systems."""
+    """A table of systems."""
 
     name: str
     title: str
@@ -130,11 +130,11 @@ _CORPORA: dict[str, tuple[str, ...]] = {
     "Github": ("github", "code", "stdlib"),
     "LM1B": ("lm1b",),
 }
-"""By the paper's name: how names of corpora that stand for it begin, the first of which is its recipe's."""
+"""The paper's corpora, each with the beginnings of names that stand for it; the first names its recipe."""
 
 
 def paper_corpus(name: str) -> str | None:
-    """The paper's corpus that a corpus of this name stands for, if there is one."""
+    """The paper's corpus that a corpus of this name stands for, if any."""
     return next((paper for paper, starts in _CORPORA.items() if name.lower().startswith(starts)), None)
 
 
@@ -153,7 +153,7 @@ def recipe_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
-    """Every setting of a system at a scale, as changes to the defaults; later ones win. `corpus` as above."""
+    """Every setting of a system at a scale, as changes to the defaults. `corpus` as above."""
     name = recipe_name(system, scale, corpus)
     settings = dict(_recipe(name))
     if system.block_recurrent and name != "block-recurrent":
@@ -169,5 +169,5 @@ def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, A
 
 @lru_cache
 def _recipe(name: str) -> Settings:
-    """A recipe's settings but for its preset."""
+    """A recipe's settings without its preset."""
     return {key: value for key, value in flattened(read_recipe(name)).items() if key != "preset"}
