@@ -38,10 +38,10 @@ def write_page(results: Path, pages: list[Path], images: Path, scale: str = "sma
     found = read_results(results)
     collection = Collection(found, scale)
     figures = page_plots.draw_page(collection)
-    captions = {f"{page_plots.PREFIX}{p.name}.png": p.caption for p in page_plots.page_pictures(collection)}
+    captions = {name: picture.caption for name, picture in figures.items()}
     images.mkdir(parents=True, exist_ok=True)
-    for name, content in figures.items():
-        write_file(images / name, content)
+    for name, picture in figures.items():
+        write_file(images / name, picture.png)
     for page in pages:
         text = page.read_text(encoding="utf-8")
         parts = sections(found, collection, _pictures(captions, images, page))

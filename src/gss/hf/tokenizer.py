@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
@@ -59,12 +60,8 @@ def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
 
 def byte_level() -> tokenizers.Tokenizer:
     """UTF-8 bytes as ids 0 … 255 for the tokenizers library: byte-level BPE without merges."""
-    # The library writes a byte as a printable character: those that are one as themselves, the others from U+0100 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(0x100 + number) for number, byte in enumerate(others)}
-    fast = tokenizers.Tokenizer(BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
+    fast = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = ByteLevelDecoder()
     fast.add_special_tokens([BYTE_EOS])

@@ -20,12 +20,11 @@ from gss.generate import first_state
 from gss.io import checkpoint
 from gss.io.states import save_state
 from gss.training import probe, snapshot, start
-from gss.training.boards import open_boards
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, cpu_rate, matmul_rate, perplexity
+from gss.training.progress import Progress, cpu_rate, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
