@@ -1,6 +1,6 @@
 """A folder that runs a model in the browser: a static page, the model as ONNX, and its vocabulary for JavaScript.
 
-Any file server will do. The page takes onnxruntime-web from a content delivery network, or from a copy beside it.
+Any file server can serve it. The page loads onnxruntime-web from a content delivery network, or from a local copy.
 """
 
 import shutil
@@ -22,10 +22,10 @@ _NORMAL, _UNKNOWN, _SYMBOL, _BYTE = 1, 2, 4, 6  # SentencePiece's kinds of piece
 def export_page(
     run: str | Path | None, out: str | Path, *, step: int | None = None, runtime: str | Path | None = None
 ) -> Path:
-    """Write a folder with a page that runs a run's model.
+    """Write a folder with a page that runs a run's model in the browser.
 
-    `runtime` is a folder with onnxruntime-web's files, its npm package's `dist`: they are copied beside the page, which
-    then needs nothing from elsewhere.
+    `runtime` is a folder with the files of onnxruntime-web, the `dist` of its npm package. They are copied next to the
+    page, which then needs nothing from elsewhere.
     """
     target = Path(out)
     require_new(target)
@@ -56,7 +56,7 @@ def export_page(
 
 
 def browser_vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A vocabulary as the page's tokenizer.js reads it."""
+    """A vocabulary in the format of the page's tokenizer.js."""
     if isinstance(tokenizer, ByteTokenizer):
         return {"kind": "bytes"}
     if not isinstance(tokenizer, SentencePieceTokenizer):
