@@ -31,11 +31,6 @@ class System:
     about: str = ""
     """How it differs from the others, where the label does not say."""
 
-    @property
-    def block_recurrent(self) -> bool:
-        """Whether it is trained like the Block-Recurrent Transformers: Adafactor, the state carried along lanes."""
-        return self.model in _BLOCK_RECURRENT
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
@@ -50,8 +45,6 @@ class Scale:
     """Training tokens of every system. None: the recipe's."""
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
-    adafactor_rate: float | None = None
-    """The learning rate of block-recurrent models. None: the released one."""
     evaluate_bytes: int | None = None
     """The first held-out documents are scored until their text has this many bytes, the same text for every vocabulary.
     None: all of them."""
@@ -66,18 +59,18 @@ class Target:
     systems: tuple[System, ...]
 
 
+# Trained like the Block-Recurrent Transformers: with Adafactor, the state carried along lanes.
 _BLOCK_RECURRENT = ("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip", "slide", "xl")
 _QUIET = {"report.evaluate_every": 0, "report.sample_every": 0, "checkpoint.keep_last": 2}
 
 SCALES: dict[str, Scale] = {
-    "tiny": Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET, adafactor_rate=0.1),
+    "tiny": Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET),
     "small": Scale(
         name="small",
         suffix="-small",
         recipe="small",
         tokens=800 * 131_072,
         settings={**_QUIET, "compile": True, "checkpoint.every": 1000},
-        adafactor_rate=0.1,
         evaluate_bytes=4_000_000,
     ),
     "paper": Scale(
@@ -147,24 +140,15 @@ def preset_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 def recipe_name(system: System, scale: Scale, corpus: str | None) -> str:
     """The recipe that a system's settings start from. `corpus` as above."""
-    if scale.recipe is not None:
-        return scale.recipe
-    return "block-recurrent" if system.block_recurrent else _CORPORA.get(corpus or "", ("pg19",))[0]
+    if system.model in _BLOCK_RECURRENT:
+        return f"{scale.recipe}-block-recurrent" if scale.recipe else "block-recurrent"
+    return scale.recipe or _CORPORA.get(corpus or "", ("pg19",))[0]
 
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
     """Every setting of a system at a scale, as changes to the defaults. `corpus` as above."""
-    name = recipe_name(system, scale, corpus)
-    settings = dict(_recipe(name))
-    if system.block_recurrent and name != "block-recurrent":
-        taken = {
-            key: value
-            for key, value in _recipe("block-recurrent").items()
-            if key.startswith("optimizer.") or key == "batching"
-        }
-        taken |= {"optimizer.learning_rate": scale.adafactor_rate, "optimizer.embedding_factor": 1.0}
-        settings |= taken | {"optimizer.warmup_steps": settings["optimizer.warmup_steps"]}
-    return settings | {**scale.settings, **system.settings}
+    recipe = _recipe(recipe_name(system, scale, corpus))
+    return {**recipe, **scale.settings, **system.settings}
 
 
 @lru_cache
