@@ -38,7 +38,7 @@ def draw_page(results: Collection) -> dict[str, Picture]:
     require_matplotlib()
     names = list(dict.fromkeys(system.name for table in ("table1", "table2") for system in STUDIES[table].systems))
     with style():
-        pictures = {
+        pictures: dict[str, Picture | None] = {
             corpus: by_corpus(corpus, found)
             for corpus in results.corpora()
             if (found := [entry for name in names for entry in results.of(corpus, name)])
