@@ -1,7 +1,7 @@
 """Our own studies and the pages they make: run from the root of a checkout as `python -m experiments.NAME`.
 
 results_page         tables, answers and figures of docs/results.md and README.md, from benchmarks/results/reproduce
-study, side_by_side  one study's runs within a given time; many of them on one GPU (tables.plan lists all)
+study, side_by_side  one study's runs within a given time, and their results; many on one GPU (tables.plan lists all)
 beside, h200         ours beside other libraries (foreign, pypi_gss) on any machine; the whole speed table on one GPU
 layer, data_speed    one GSS layer forward and backward; tokenizing, batching; memory has peaks, in a process each
 kernels, same_loss, serve_throughput, cpu_training     what docs/performance.md and serving.md state

@@ -9,9 +9,8 @@ from typing import Any
 
 from experiments.records import Collection, Record, minutes, perplexities, speed
 from experiments.tables import markdown
-from gss.reproduce.results import WHOLE
 from gss.reproduce.settings import SYSTEMS, TARGETS
-from gss.reproduce.tables import NONE, mean, millions
+from gss.reproduce.tables import NONE, WHOLE, mean, millions
 from gss.reproduce.trials import Trial
 
 Rows = Sequence[tuple[Trial, Record]]

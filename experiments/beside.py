@@ -1,8 +1,8 @@
-"""Ours beside a model of another library, in one run on this machine.
+"""Ours beside a model of another library, or another preset of ours, in one run on this machine.
 
     python -m experiments.beside layer  [--model gss-small] [--shape 2x4096 --shape 1x65536]
     python -m experiments.beside decode [--model gss-small] [--context 4096] [--peer pypi-gss --peer hf-llama]
-    python -m experiments.beside train|prefill [--shape 1x1024] [--peer fla-mamba2]
+    python -m experiments.beside train|prefill [--shape 1x1024] [--peer fla-mamba2 --peer transformer-small]
 
 What is ours is measured by the functions of `gss bench`, checked first; a peer that is not installed or fails is a row
 that says why. `--json` prints what benchmarks/results holds.
@@ -17,11 +17,12 @@ import torch
 from experiments.ceilings import measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
 from experiments.layer import bench_layer
+from experiments.measurements import Measurement, document, measurements, reason, table
 from experiments.pypi_gss import pypi_part
+from gss.bench.check import Figure
 from gss.bench.models import bench_decode, bench_prefill, bench_train
-from gss.bench.results import Measurement, document, missing, reason, table
 from gss.io.devices import pick_device
-from gss.presets import preset
+from gss.presets import PRESETS, preset
 
 
 def beside(
@@ -32,38 +33,39 @@ def beside(
     try:
         theirs = Measurement(title, measure(), "tokens/s")
     except Exception as error:
-        return [missing(title, "tokens/s", reason(error))]
+        return [Measurement(title, None, "tokens/s", note=reason(error))]
     same = next(row for row in ours if row.name.startswith(f"{what} ") and row.name.endswith(f", {where}"))
     return [theirs.beside(same.name.removeprefix(f"{what} ").partition(",")[0], same.value)]
 
 
 def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measurement]:
     """The rows that were asked for."""
-    model, repeats = arguments.model, arguments.repeats
+    model, repeats, what = arguments.model, arguments.repeats, arguments.what
     like = preset(model)
     shapes = [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in arguments.shape)]
-    if arguments.what == "layer":
+    if what == "layer":
         config = preset(model, norm_epsilon=1e-5)  # the peer's epsilon
         return bench_layer(config, shapes, device, rivals={"pypi-gss": pypi_part}, repeats=repeats)
-    if arguments.what == "decode":
-        rows = bench_decode([model], [(1, arguments.context)], device, repeats)
-        where = f"batch 1, context {arguments.context:,}"
-        for name in arguments.peer:
-            speed = lambda name=name: decode_foreign(name, like, arguments.context, device, repeats)  # noqa: E731
-            rows += beside(rows, name, "decode", where, speed)
-        return rows
-    bench = bench_train if arguments.what == "train" else bench_prefill
-    rows = bench([model], shapes, device, repeats=repeats)
+    shapes = [(1, arguments.context)] if what == "decode" else shapes
+    benches: dict[str, Callable[..., list[Figure]]] = {"train": bench_train, "prefill": bench_prefill}
+    bench = benches.get(what, bench_decode)
+    rows = measurements(bench(model, shapes, device, repeats=repeats))
+    title = "training" if what == "train" else what
     for batch, length in shapes:
+        where = f"batch 1, context {length:,}" if what == "decode" else f"{batch}×{length}"
         for name in arguments.peer:
 
             def speed(name: str = name, batch: int = batch, length: int = length) -> float:
-                if arguments.what == "prefill":
+                if name in PRESETS:
+                    found = bench(name, [(batch, length)], device, repeats=repeats)
+                    return next(row.value for row in found if row.name.startswith(f"{title} {name}, "))
+                if what == "decode":
+                    return decode_foreign(name, like, length, device, repeats)
+                if what == "prefill":
                     return prefill_foreign(name, like, batch, length, device, repeats)
                 return train_foreign(name, like, batch, length, device, False, repeats).tokens_per_second
 
-            what = "training" if arguments.what == "train" else "prefill"
-            rows += beside(rows, name, what, f"{batch}×{length}", speed)
+            rows += beside(rows, name, title, where, speed)
     return rows
 
 
@@ -72,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "prefill", "decode", "layer"))
     parser.add_argument("--model", default="gss-small")
-    parser.add_argument("--peer", action="append", choices=FOREIGN)
+    parser.add_argument("--peer", action="append", choices=[*FOREIGN, *PRESETS])
     parser.add_argument("--shape", action="append", help="BATCHxLENGTH")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gss.bench.measure import intervals
+from gss.bench.machine import intervals
 
 
 @dataclass(frozen=True)

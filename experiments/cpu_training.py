@@ -95,8 +95,8 @@ def main() -> None:
 
     import torch
 
+    from experiments.measurements import Measurement, document, table
     from gss.accounting import account
-    from gss.bench.results import Measurement, document, table
     from gss.presets import preset
 
     torch.set_num_threads(1)

@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from gss.bench.measure import median_seconds
-from gss.bench.results import Measurement, document, table
+from experiments.measurements import Measurement, document, table
+from gss.bench.machine import median_seconds
 from gss.data import Batches, Lanes, Packed, Segments, Tokenizer, load_tokenizer, open_dataset, prepare
 from gss.data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.data.tokenizer_training import train_tokenizer

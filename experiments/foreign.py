@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.measurements import TrainingSpeed
 from experiments.pypi_gss import PYPI_GSS, pypi_gss_model
 from gss.accounting import account
-from gss.bench.check import autocast
-from gss.bench.measure import intervals, median_seconds, release
-from gss.bench.models import TrainingSpeed
+from gss.bench.machine import autocast, intervals, median_seconds, release
 from gss.config import ModelConfig
 from gss.decode import BLOCK
 from gss.training.config import OptimizerConfig
@@ -248,7 +247,7 @@ def train_foreign(
             raise ValueError(f"the loss is {first}")
         seconds = statistics.median(intervals(step, repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return TrainingSpeed(inputs.numel() / seconds, model.parameter_count, None, peak)
+        return TrainingSpeed(inputs.numel() / seconds, model.parameter_count, peak)
     finally:
         release(device)
 

@@ -21,11 +21,11 @@ import torch
 from experiments.ceilings import Ceilings, measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
 from experiments.layer import bench_layer
+from experiments.measurements import Measurement, TrainingSpeed, document, measurements, reason, table
 from experiments.pypi_gss import pypi_part
 from gss.bench.check import check_training
-from gss.bench.measure import release
-from gss.bench.models import TrainingSpeed, bench_decode, bench_prefill, measure_training
-from gss.bench.results import Measurement, document, missing, reason, table
+from gss.bench.machine import release
+from gss.bench.models import bench_decode, bench_prefill, measure_training
 from gss.io.devices import pick_device
 from gss.ops import fast
 from gss.presets import preset
@@ -74,9 +74,9 @@ class SpeedTable:
                 if name in FOREIGN:
                     found = train_foreign(name, like, *common)
                 else:
-                    found = measure_training(name, *common, like.vocab_size)
+                    found = TrainingSpeed(*measure_training(name, *common, like.vocab_size))
         except Exception as error:  # out of memory, a peer that is not installed: a row that says so
-            self.keep([missing(f"training {name}, {where}{how}", "tokens/s", reason(error))])
+            self.keep([Measurement(f"training {name}, {where}{how}", None, "tokens/s", note=reason(error))])
             return None
         self.keep(found.rows(name, where + how, self.ceilings.square))
         if length == self.length and use_fast:
@@ -107,9 +107,9 @@ def errors(run: SpeedTable) -> None:
     run.keep(row for row in found if row.unit != "relative error")
     run.keep((row for row in found if row.unit == "relative error"), goals=True)
     for name in ("gss", "gss-hybrid", "dss"):
-        for what, error in check_training(preset(name + run.suffix), run.device, run.length).items():
-            note = f"against float64; plain bf16 paths {error.plain:.1e}"
-            run.goal(f"error of {name}'s {what}", error.measured, "relative error", error.limit, note)
+        for row in measurements(check_training(preset(name + run.suffix), run.device, run.length)):
+            what = row.name.replace("the", f"{name}'s")
+            run.keep([replace(row, name=what, note=f"against float64; {row.note} in bf16")], goals=True)
         release(run.device)
 
 
@@ -137,7 +137,7 @@ def train(run: SpeedTable) -> None:
         if peer in run.best:
             run.keep([ratio_row(f"training gss over {peer}, {where}", peer, ours, run.best[peer], goal)], goals=True)
         else:
-            run.keep([missing(f"training gss over {peer}, {where}", "×", "the peer gave no figure", goal)], goals=True)
+            run.goal(f"training gss over {peer}, {where}", None, "×", goal, "the peer gave no figure")
     peak = at_middle.peak_bytes if at_middle else None
     run.goal(f"peak memory of gss, {middle}×{run.length}", peak and peak / 1e9, "GB", 30.0)
 
@@ -177,10 +177,10 @@ def prefill(run: SpeedTable) -> None:
     """One prompt of 65,536 tokens to the state and the last logits, whole and in pieces, beside PyPI's."""
     name, found = f"gss{run.suffix}", list[Measurement]()
     for compiled in (False, True):
-        names = [name] if compiled else [name, f"transformer{run.suffix}"]
-        pieces = (run.long,) if compiled else (run.long, run.long // 4)
-        shapes = [(1, run.long)]
-        found += bench_prefill(names, shapes, run.device, pieces=pieces, compiled=compiled, repeats=run.repeats)
+        for each in [name] if compiled else [name, f"transformer{run.suffix}"]:
+            for piece in (run.long,) if compiled else (run.long, run.long // 4):
+                shapes = [(1, run.long)]
+                found += measurements(bench_prefill(each, shapes, run.device, piece, compiled, run.repeats))
     found += _foreign(run, "prefill", f"1×{run.long}", lambda: prefill_foreign(
         "pypi-gss", preset(name), 1, run.long, run.device, run.repeats))  # fmt: skip
     run.keep(found)
@@ -194,8 +194,8 @@ def decode(run: SpeedTable) -> None:
     contexts = (64, 128, 256) if run.trial else (1024, 4096, 65_536, 1_048_576)
     name = f"gss{run.suffix}"
     shapes = [*((1, context) for context in contexts), (64, contexts[0])]
-    found = bench_decode([name], shapes, run.device, run.repeats)
-    run.keep(bench_decode([f"transformer{run.suffix}"], shapes[1:2], run.device, run.repeats))
+    found = measurements(bench_decode(name, shapes, run.device, run.repeats))
+    run.keep(measurements(bench_decode(f"transformer{run.suffix}", shapes[1:2], run.device, run.repeats)))
     where = f"batch 1, context {contexts[1]:,}"
     theirs = _foreign(run, "decode", where, lambda: decode_foreign(
         "pypi-gss", preset(name), contexts[1], run.device, run.repeats))  # fmt: skip
@@ -217,7 +217,7 @@ def _foreign(run: SpeedTable, what: str, where: str, measure: Callable[[], float
     try:
         return [Measurement(title, measure(), "tokens/s")]
     except Exception as error:
-        return [missing(title, "tokens/s", reason(error))]
+        return [Measurement(title, None, "tokens/s", note=reason(error))]
     finally:
         release(run.device)
 
@@ -273,7 +273,7 @@ def main() -> None:
         try:
             SECTIONS[name](run)
         except Exception as error:  # the other sections still count
-            run.keep([missing(f"section {name}", "", reason(error))], goals=True)
+            run.keep([Measurement(f"section {name}", None, "", note=reason(error))], goals=True)
         release(device)
         print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
         found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), arguments.commit)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from experiments.measurements import Measurement, measurements
 from experiments.memory import peak_bytes
-from gss.bench.check import Errors, autocast, joint_error, limited
-from gss.bench.measure import intervals, median_seconds, release
-from gss.bench.results import Measurement, missing
+from gss.bench.check import Figure, checked
+from gss.bench.machine import autocast, intervals, median_seconds, release
 from gss.config import ModelConfig
 from gss.nn.gss import GSSLayer
 from gss.ops import fast
@@ -68,17 +68,13 @@ def _measure(setting: Setting, rivals: Mapping[str, Swap], repeats: int) -> list
     device = setting.device
     ways = {"fast": True, "plain": False} if fast.usable(device) else {"plain": False}
     first = next(iter(ways))
-    rows = [
-        Measurement(f"error of {setting}, {what}, {way}", error.measured, "relative error", error.limit)
-        for way, on in ways.items()
-        for what, error in _errors(setting, on)
-    ]
+    rows = measurements(error for way, on in ways.items() for error in _errors(setting, way, on))
     contestants = {way: TrainingPass(setting, on) for way, on in ways.items()}
     for name, swap in rivals.items():
         try:
             contestants[name] = TrainingPass(setting, False, swap)
         except ValueError as refusal:
-            rows.append(missing(f"{setting}, {name}", "ms", str(refusal)))
+            rows.append(Measurement(f"{setting}, {name}", None, "ms", note=str(refusal)))
             continue
         difference = _difference(contestants[first].forward(), contestants[name].forward())
         if not difference < (5e-2 if device.type == "cuda" else 1e-4):
@@ -135,7 +131,7 @@ class TrainingPass:
         return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def _errors(setting: Setting, use_fast: bool) -> Iterator[tuple[str, Errors]]:
+def _errors(setting: Setting, way: str, use_fast: bool) -> Iterator[Figure]:
     """Errors of one path against float64, each refused where it is too large; short and narrow batches are enough."""
     length = setting.length if setting.device.type == "cuda" else min(setting.length, _CHECKED)
     small = Setting(setting.part, setting.config, min(2, setting.batch), length, setting.device)
@@ -143,8 +139,8 @@ def _errors(setting: Setting, use_fast: bool) -> Iterator[tuple[str, Errors]]:
     found = [TrainingPass(small, on)() for on in (use_fast, False)]
     parts = {"output": slice(1), "gradient of the input": slice(1, 2), "gradients of the parameters": slice(2, None)}
     for what, part in parts.items():
-        measured, plain = (joint_error(result[part], exact[part]) for result in found)
-        yield what, limited(measured, plain, setting.device).demand(f"{small}: the {what}")
+        results = (result[part] for result in (*found, exact))
+        yield checked(f"error of {setting}, {what}, {way}", f"{small}: the {what}", *results)
 
 
 def _memory(setting: Setting, contestant: TrainingPass) -> int:

@@ -9,16 +9,20 @@ empty. Recall comes from `experiments.recall`.
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from experiments import quality, recall
 from experiments.best_recipe import Run, changes, corpora, label
+from experiments.page_plots import STYLES, Picture, finished, subplots
 from experiments.tables import markdown
-from gss.report.figures import Line, Panel, Picture
-from gss.report.theme import run_colour
+from gss.report.theme import logarithmic, require_matplotlib, run_colour, style
 from gss.reproduce.tables import NONE, mean
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 CONTEXT = "context"  # the name of the figure
-_STYLES = ("-", "--", ":")  # after eight colours
+_CAPTION = "Loss by the number of true tokens before the last 512"
 _TEXT = """## How far back does it look?
 
 The figure has the loss of the last 512 tokens of a window by the number of true tokens before them; the tokens before
@@ -30,7 +34,7 @@ def context(folder: Path, images: str) -> str:
     """The section with its heading, one figure and one table; empty when no run has an effective context."""
     header = ["corpus", "model", "seed", "effective context", "95% interval", "gain, nats", "settings"]
     rows = []
-    for corpus, run in _with_context(folder):
+    for corpus, run in with_context(folder):
         found = run["context"]
         low, high = found["interval"]
         gain = f"{max(found['loss']) - found['loss'][-1]:.3f}"
@@ -40,27 +44,38 @@ def context(folder: Path, images: str) -> str:
         rows.append([*cells, ", ".join(f"`{change}`" for change in changes(run)) or NONE])
     if not rows:
         return ""
-    shown = f"![{context_picture(folder).caption}]({images})"
+    shown = f"![{_CAPTION}]({images})"
     return "\n\n".join([_TEXT, shown, markdown(header, rows)])
 
 
-def context_picture(folder: Path = quality.RESULTS) -> Picture:
-    """Loss of the last 512 tokens by the number of true tokens before them, a line per run."""
-    lines: list[Line] = []
+def context_picture(folder: Path = quality.RESULTS) -> Picture | None:
+    """Loss of the last 512 tokens by the number of true tokens before them; None where no run has it."""
+    entries = list(with_context(folder))
+    if not entries:
+        return None
+    require_matplotlib()
+    with style():
+        panels = subplots(1, 7.0)
+        draw_context(panels[0], entries)
+        return finished(panels, _CAPTION)
+
+
+def draw_context(axes: "Axes", entries: Sequence[tuple[str, Run]]) -> None:
+    """A line per run; runs that differ in their seed alone share a name."""
     names: list[str] = []
-    entries = list(_with_context(folder))
     for corpus, run in entries:
         name = _short_name(corpus, run, entries)
         first = name not in names
         names += [name] if first else []
         index = names.index(name)
-        look = {"linestyle": _STYLES[index // 8 % len(_STYLES)], "marker": "o", "markersize": 3}
-        found = run["context"]
-        lines.append(Line(found["distances"], found["loss"], run_colour(index), name if first else "", look))
-    distances = sorted({at for line in lines for at in line.x})
-    ticks = [(float(at), f"{at // 1024}k" if at % 1024 == 0 else f"{at:,}") for at in distances]
-    panel = Panel("true tokens before", "loss of the last 512 tokens (nats per token)", lines, "x", ticks)
-    return Picture(CONTEXT, CONTEXT, "Loss by the number of true tokens before the last 512", [panel], (7.0, 3.9))
+        look: dict[str, Any] = {"color": run_colour(index), "linestyle": STYLES[index // 8 % len(STYLES)]}
+        found, shown = run["context"], name if first else "_"
+        axes.plot(found["distances"], found["loss"], marker="o", markersize=3, label=shown, **look)
+    distances = sorted({at for _, run in entries for at in run["context"]["distances"]})
+    axes.set(xlabel="true tokens before", ylabel="loss of the last 512 tokens (nats per token)")
+    logarithmic(axes.xaxis)
+    axes.set_xticks(distances, [f"{at // 1024}k" if at % 1024 == 0 else f"{at:,}" for at in distances])
+    axes.set_xticks([], minor=True)
 
 
 def _short_name(corpus: str, run: Run, entries: Sequence[tuple[str, Run]]) -> str:
@@ -69,11 +84,6 @@ def _short_name(corpus: str, run: Run, entries: Sequence[tuple[str, Run]]) -> st
     alike = [changes(other) for where, other in entries if (where, label(other)) == (corpus, label(run))]
     parts = [label(run), *([corpus] if len({where for where, _ in entries}) > 1 else [])]
     return ", ".join([*parts, *(own if any(other != changes(run) for other in alike) else [])])
-
-
-def has_context(folder: Path) -> bool:
-    """Whether any kept run has an effective context."""
-    return next(_with_context(folder), None) is not None
 
 
 def recalled(folder: Path = recall.RESULTS) -> str:
@@ -95,6 +105,7 @@ def recalled(folder: Path = recall.RESULTS) -> str:
     return markdown(header, rows) if rows else "Not run yet."
 
 
-def _with_context(folder: Path) -> Iterator[tuple[str, Run]]:
+def with_context(folder: Path) -> Iterator[tuple[str, Run]]:
+    """The kept runs that were probed, with their corpora."""
     for corpus, runs in corpora(folder).items():
         yield from ((corpus, run) for run in runs if "context" in run)

@@ -45,12 +45,12 @@ def write_page(
     found = read_results(results)
     collection = Collection(found, scale)
     figures = page_plots.draw_page(collection)
-    if long_range.has_context(best):
-        figures |= page_plots.draw_all([long_range.context_picture(best)])
-    captions = {f"{page_plots.PREFIX}{p.name}.png": p.caption for p in page_plots.page_pictures(collection)}
+    captions = {name: picture.caption for name, picture in figures.items()}
+    if by_context := long_range.context_picture(best):
+        figures[f"{page_plots.PREFIX}{long_range.CONTEXT}.png"] = by_context
     images.mkdir(parents=True, exist_ok=True)
-    for name, content in figures.items():
-        write_file(images / name, content)
+    for name, picture in figures.items():
+        write_file(images / name, picture.png)
     for page in pages:
         text = page.read_text(encoding="utf-8")
         folder = Path(os.path.relpath(images, page.parent)).as_posix()

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.results import read_result
 from experiments.studies import EVERY
 from gss.config import from_mapping, to_mapping
-from gss.reproduce.results import Result as Record
-from gss.reproduce.results import read_result
 from gss.reproduce.settings import SCALES, System
 from gss.reproduce.tables import Found
+from gss.reproduce.tables import Result as Record
 from gss.reproduce.trials import Corpus, Trial, trial_of
 from gss.training.config import TrainConfig, differences
 

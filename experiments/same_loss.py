@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from gss.bench.measure import release
-from gss.bench.results import Measurement, document, table
+from experiments.measurements import Measurement, document, table
+from gss.bench.machine import release
 from gss.data import Prefetch, Segments, open_dataset
 from gss.io.devices import pick_device
 from gss.model import build_model

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gss
 from gss import pieces
-from gss.bench.results import provenance
+from gss.bench.machine import provenance
 from gss.nn.context import Context
 
 CASES = (("gss-tiny", 4096), ("gss-tiny", 16_384), ("gss-hybrid-tiny", 16_384))

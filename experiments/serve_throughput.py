@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import gss
-from gss.bench.results import command_line
+from gss.bench.machine import command_line
 from gss.config import to_mapping
 from gss.data import load_tokenizer
 from gss.decode import Request, Sampling, stream

@@ -11,7 +11,10 @@ drops newlines and unknown characters (T5's) never predicted what it dropped, no
 
 import argparse
 import hashlib
+import json
 import math
+import time
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,17 @@ import numpy as np
 import torch
 
 from experiments.deadline import deadline
+from experiments.results import ResultStore
 from experiments.studies import STUDIES
 from gss.config import parse_assignments
 from gss.data import open_dataset
 from gss.data.shards import COLUMNS
+from gss.io.devices import pick_device
+from gss.lm import load
 from gss.model import LanguageModel, build_model
 from gss.nn.state_space import DiagonalStateSpace
-from gss.reproduce import SCALES, Trial, find_corpora, planned, reproduce
+from gss.reproduce import SCALES, Trial, find_corpora, planned
+from gss.reproduce.runner import score_trial, steps_done, train_trial
 from gss.reproduce.trials import HELD_OUT
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -120,9 +127,8 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="other work has the same device: keep no speed")
     parser.add_argument("--commit", default="", help="the commit to note")
     arguments = parser.parse_args()
-    target = STUDIES[arguments.target]
     trials = planned(
-        target,
+        STUDIES[arguments.target],
         SCALES[arguments.scale],
         find_corpora([arguments.data], arguments.corpus),
         only=arguments.only,
@@ -134,14 +140,41 @@ def main() -> None:
     noted: dict[str, Any] = {"shared": arguments.shared}
     noted |= {"commit": arguments.commit} if arguments.commit else {}
     noted |= {"tokens_per_second": None} if arguments.shared else {}
-    options: dict[str, Any] = {"work": arguments.work, "device": arguments.device, "quiet": True}
     with deadline(arguments.seconds):
-        outcome = reproduce(
-            target, trials, arguments.out, more=lambda *given: {**studied(*given), **noted}, say=print, **options
-        )
-    for name, reason in outcome.failed.items():
-        print(f"{name} failed: {reason}")
-    print(f"not done: {', '.join(trial.name for trial in outcome.left)}" if outcome.left else "done")
+        left = run(trials, arguments.out, arguments.work or arguments.out / "runs", arguments.device, noted)
+    print(f"not done: {', '.join(trial.name for trial in left)}" if left else "done")
+
+
+def run(trials: Sequence[Trial], out: Path, work: Path, device: str, noted: Mapping[str, Any]) -> list[Trial]:
+    """Train and score every trial that has no file in OUT/results yet; returns those that still have none.
+
+    work            where run folders with checkpoints are, which only trials that are not done need
+    noted           what every new result is to hold besides
+    """
+    store, where = ResultStore(out / "results"), pick_device(device)
+    for trial in trials:
+        store.find(trial)  # refuse what is not ours before any work is done
+    for trial in trials:
+        folder = work / trial.name
+        if store.find(trial):
+            print(f"{trial.name}: done before")
+            continue
+        print(f"{trial.name}: {trial.tokens:,} tokens")
+        try:
+            before, started = steps_done(folder), time.monotonic()
+            if train_trial(trial, folder, where, quiet=True) is not None:
+                break
+            trained = time.monotonic()
+            result = score_trial(trial, folder, where, lambda share: None)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            layout = {name: config[name] for name in ("compile", "micro_batch_tokens")}
+            result["layout"] = {**layout, "tokens_per_second": result["tokens_per_second"]}
+            result |= studied(trial, load(folder).model, result)
+            wall = {"training": trained - started, "scoring": time.monotonic() - trained, "from_step": before}
+            store.put(trial, {"wall_seconds": wall, **result, **noted})
+        except (ValueError, RuntimeError) as error:  # diverged, or does not fit: the others may do
+            print(f"{trial.name} failed: {error}")
+    return [trial for trial in trials if not store.find(trial)]
 
 
 if __name__ == "__main__":

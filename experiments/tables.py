@@ -3,9 +3,8 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from gss.reproduce.results import Result
 from gss.reproduce.settings import Target
-from gss.reproduce.tables import LENGTH_KEYS, LENGTH_NAMES, NONE, Found, Rows, by_seed, perplexities
+from gss.reproduce.tables import LENGTH_KEYS, LENGTH_NAMES, NONE, Found, Result, Rows, by_seed, perplexities
 from gss.reproduce.tables import markdown as plain_markdown
 from gss.reproduce.tables import notes as papers_notes
 from gss.reproduce.tables import table as papers_table

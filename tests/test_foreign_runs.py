@@ -178,7 +178,7 @@ def test_a_pipe_is_not_waited_for(run: Path) -> None:
     os.mkfifo(run / "lock")
     with pytest.raises(ValueError, match="there is no state at"):
         gss.load_state(pipe)
-    with pytest.raises(ValueError, match=r"model.safetensors is no file"):
+    with pytest.raises(ValueError, match=r"model.safetensors is not a file"):
         gss.load(run)
     with pytest.raises(ValueError, match="lock is a link or no file"):
         RunFolder(run).open()

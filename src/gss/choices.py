@@ -1,8 +1,7 @@
-"""Every choice that a configuration names and a computation makes, listed once.
+"""The registries of choices: activations, norms, discretizations and kinds of layers.
 
-To add an activation, a norm, a discretisation or a kind of layer, add it here: configurations, command line, layers
-and kernels read these tables. This module imports no torch until a choice is used, so that a command line can check
-its arguments at once.
+To add one, add it here: configurations, the command line, layers and kernels read these tables. This module imports no
+torch until a choice is used, so that commands can check their arguments at once.
 """
 
 import difflib
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
-    """The end of an error about an unknown name: the names that it resembles, or else all of them.
+    """The end of an error about an unknown name: similar names, or else all of them.
 
-    `dotted` are names of settings in groups, of which the last part may be all that was given.
+    `dotted` are full names of nested settings, of which the user may have given only the last part.
     """
     known, deep = list(names), list(dotted)
     close = [each for each in deep if each.endswith(f".{name}")]
@@ -37,12 +36,12 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def limited(default: Any, **limits: float) -> Any:
-    """A field of a configuration whose value has limits, by the names that pydantic has for them: ge, gt, le, lt."""
+    """A field of a configuration with limits, named as in pydantic: ge, gt, le, lt."""
     return field(default=default, metadata={"limits": limits})
 
 
 def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
-    """Refuse a value outside its field's limits, or not among the choices of its type or those registered here."""
+    """Refuse values outside the limits of their field, or not among the choices of its type or of `registered`."""
     hints = typing.get_type_hints(type(config))
     for each in fields(config):
         name, kind, given = each.name, hints[each.name], getattr(config, each.name)
@@ -85,7 +84,7 @@ NORMS: dict[str, str] = {"layernorm": "torch.nn.LayerNorm", "rmsnorm": "torch.nn
 """Classes over the last dimension: with scale and bias, or with scale alone."""
 
 
-# Discretisations: (λ, Δ) to (log Ā, B̄), where the continuous x' = λx + u becomes x_k = Ā x_{k−1} + B̄ u_k.
+# Discretizations: (λ, Δ) to (log Ā, B̄), where the continuous x' = λx + u becomes x_k = Ā x_{k−1} + B̄ u_k.
 
 
 def _zero_order_hold(eigenvalue: "Tensor", step: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -113,7 +112,7 @@ class LayerKind(NamedTuple):
 
     path: str
     dropout: bool = False
-    """Whether it drops activations in training; the paper's own are trained without."""
+    """Whether it supports dropout; the paper's own layers are trained without."""
 
 
 LAYERS: dict[str, LayerKind] = {
@@ -126,7 +125,7 @@ LAYERS: dict[str, LayerKind] = {
     "recurrent": LayerKind("gss.nn.block_recurrent.RecurrentLayer", dropout=True),
     "feedback": LayerKind("gss.nn.block_recurrent.FeedbackLayer", dropout=True),
 }
-"""What a model's pattern may name."""
+"""The kinds of layers that a model's pattern may name."""
 
 
 def load(path: str) -> Any:

@@ -1,7 +1,7 @@
-"""Configurations: frozen dataclasses that refuse what cannot work, and the ways in and out of them.
+"""Configurations: validated frozen dataclasses, and their conversion from and to plain data.
 
-A config comes from a preset, a TOML file, a dictionary or `key=value` overrides with dotted keys, and goes out as
-plain data. This module imports no torch, so that a command line can check its arguments at once.
+A configuration comes from a preset, a TOML file, a dictionary or `key=value` overrides with dotted keys. This module
+imports no torch, so that commands can check their arguments at once.
 """
 
 import math
@@ -29,24 +29,24 @@ class StateSpaceConfig:
     modes: int = limited(512, ge=1)
     """N, complex modes per channel."""
     discretization: str = "zoh"
-    """Zero-order hold (the paper) or the bilinear transform (tried there, little difference)."""
+    """Zero-order hold (the paper's) or the bilinear transform (the paper found little difference)."""
     imaginary: Literal["exp", "plain"] = "exp"
     """Whether the stored imaginary part is exponentiated (the paper's code) or used as it is (DSS, S4D)."""
     step_range: tuple[float, float] | None = None
     """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: a learned Δ per channel, which
     starts log-uniform in it (DSS: 0.001 to 0.1)."""
     decay_init: Literal["log_uniform", "log_normal", "mixed"] = "log_uniform"
-    """−Re λ at the start: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
+    """Initial −Re λ: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
-    """Range of −Re λ at the start, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
+    """Range of the initial −Re λ, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
     frequency_init: Literal["log_normal", "log_uniform", "mixed", "linear", "skew_hippo"] = "mixed"
-    """Im λ at the start: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
+    """Initial Im λ: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
     Skew-HiPPO's (DSS)."""
     frequency_range: tuple[float, float] = (1e-2, 0.3)
-    """Range of Im λ at the start, in radians per token."""
+    """Range of the initial Im λ, in radians per token."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
-    """Scale of C at the start: every mode adds the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or,
-    with the mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
+    """Initial scale of C: every mode contributes the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or, with
+    mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
         check_fields(self, discretization=DISCRETIZATIONS)
@@ -85,9 +85,9 @@ class AttentionConfig:
     window: int = limited(512, ge=1)
     """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state is updated."""
     rotary_base: float = limited(500_000.0, gt=1)
-    """Of the rotations in a model with rotary positions: the slowest pair turns by about 1/base radians per token."""
+    """Base of rotary positions: the slowest pair rotates by about 1/base radians per token."""
     qk_norm: bool = False
-    """Whether an attention layer normalises queries and keys, each head with one learned scale and the model's norm."""
+    """Whether an attention layer normalizes queries and keys per head, with the model's norm and one learned scale."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,8 +106,8 @@ class MatrixStateConfig:
     taps: int = limited(4, ge=1)
     """Tokens that the short convolution before the state space sees: the token itself and those just before it."""
     skip: float = 1.0
-    """D at the start: how much of each value goes into its own output. A mode that fades over T tokens writes with
-    √(2/T), so that beside a skip of 1 what was written long ago is hardly heard; 0 suits very slow modes."""
+    """Initial D: how much of each value goes directly into its own output. A mode that fades over T tokens writes with
+    √(2/T), so that next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -122,9 +122,9 @@ class RecurrentConfig:
     vectors: int = limited(512, ge=1)
     """S, vectors of the state, each of the model's width."""
     gate: Literal["fixed", "lstm"] = "fixed"
-    """How an update is let in: by a learned share per channel, or by gates that look at what was seen."""
+    """The gate of an update: a learned share per channel, or LSTM gates that depend on the input."""
     layout: Literal["skip", "single"] = "skip"
-    """What makes an update: one dense layer, or a feed-forward that ends in a tanh."""
+    """What computes an update: a dense layer, or a feed-forward that ends in a tanh."""
     blocks: int = limited(12, ge=1)
     """Blocks in a feedback layer, which is a whole stack (`depth` counts such stacks). A recurrent layer is one."""
     block: int = limited(10, ge=1)
@@ -149,15 +149,15 @@ class ModelConfig:
     depth: int = limited(16, ge=1)
     """Number of layers."""
     pattern: tuple[str, ...] = ("gss",)
-    """Kinds of the first layers; repeated until `depth` layers are named. The hybrid is
-    ("gss", "attention", "gss", "gss"): attention at layers 2, 6, 10, …"""
+    """Kinds of the first layers, repeated up to `depth` layers. The hybrid's is ("gss", "attention", "gss", "gss"):
+    attention at layers 2, 6, 10, …"""
     gate_width: int = limited(4096, ge=1)
     """F, width of a GSS layer's gate."""
     channels: int = limited(256, ge=1)
     """H, channels of a GSS layer's state space. (A DSS layer's has `width` channels.)"""
     dss_mixers: int = limited(2, ge=1)
-    """State-space sublayers in a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 is the
-    literal reading of its text."""
+    """State-space sublayers of a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 follows its
+    text literally."""
     feedforward_width: int = limited(4096, ge=1)
     """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
     feedforward: Literal["plain", "gated"] = "plain"
@@ -171,18 +171,18 @@ class ModelConfig:
     bias: bool = True
     """Whether dense layers have biases."""
     dropout: float = limited(0.0, ge=0, lt=1)
-    """Share of activations dropped in training, at attention's input and the feed-forward's output. For slide, xl,
-    recurrent and feedback layers; the others are trained without."""
+    """Dropout in training, at the input of attention and the output of the feed-forward. For slide, xl, recurrent and
+    feedback layers only."""
     positions: Literal["none", "sinusoidal", "rotary"] = "none"
     """Positions for attention: none (state spaces know the order), sinusoids added to the embedding (the paper's
     Transformer), or rotary queries and keys (Llama)."""
     embedding_std: float = limited(1.0, gt=0)
-    """Standard deviation of the embedding at the start."""
+    """Initial standard deviation of the embedding."""
     zero_outputs: bool = False
-    """Whether the matrices whose products are added to the residual stream start at zero, so that at first every layer
-    passes its input on."""
+    """Whether matrices that write to the residual stream start at zero, so that every layer is the identity at
+    first."""
     head_scale: float | None = limited(None, gt=0)
-    """The logits are hidden · embeddingᵀ times this. None: 1/√width, of order one with an embedding of order one."""
+    """Factor of the logits, hidden · embeddingᵀ. None: 1/√width, which suits an embedding of order 1."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS, GSS2 and DSS layers."""
     matrix_state: MatrixStateConfig = field(default_factory=MatrixStateConfig)
@@ -250,7 +250,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with some fields replaced; keys may be dotted, and nested mappings reach nested configs."""
+    """The config with some fields replaced; keys may be dotted, and nested mappings apply to nested configs."""
     assert is_dataclass(config)
     assert not isinstance(config, type)
     kinds = typing.get_type_hints(type(config))
@@ -278,7 +278,7 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _dotted(config: Any) -> Iterator[str]:
-    """The names of all settings in a config, those of nested ones with dots."""
+    """The names of all settings in a config, with dots for nested ones."""
     for each in fields(config):
         value = getattr(config, each.name)
         yield from (f"{each.name}.{name}" for name in _dotted(value)) if is_dataclass(value) else (each.name,)
@@ -310,7 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:
-    """The value as the field's type, so that lists from TOML become tuples and "none" clears an optional field."""
+    """The value converted to the field's type: lists from TOML become tuples, and "none" clears an optional field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":

@@ -1,9 +1,9 @@
 """Teacher-forced perplexity by sequence length.
 
-The paper's protocol: documents are cut into windows of a length, each read from a fresh start; or, with no length,
-every document is one window, its state carried from end to end. For every length the same target tokens count, each
-exactly once, so that columns of a table compare like with like. A window longer than a piece is read in pieces with
-the state carried inside it, which is exact, so memory is bounded by the piece and not by the length.
+The paper's protocol: documents are cut into windows of a given length, each read from an empty state; without a length,
+every document is one window, with the state carried from end to end. The same target tokens count at every length, each
+exactly once, so that the columns of a table are comparable. A window longer than a piece is read in pieces with the
+state carried, which is exact, so that memory is bounded by the piece and not by the length.
 """
 
 import math
@@ -31,7 +31,7 @@ _UNBOUNDED_LIMIT = 4096
 
 @dataclass(frozen=True)
 class Window:
-    """Targets start … stop − 1 of a document, read from a fresh start."""
+    """Targets start … stop − 1 of a document, read from an empty state."""
 
     document: int
     start: int
@@ -50,7 +50,7 @@ class PositionLoss:
 
 @dataclass(frozen=True)
 class LengthResult:
-    """What a model scores at one length."""
+    """The scores of a model at one length."""
 
     length: int | None
     """None: whole documents, the state carried."""
@@ -58,13 +58,13 @@ class LengthResult:
     loss: float
     """Nats per token."""
     standard_error: float
-    """Of the loss, documents being the independent draws; NaN for a single document."""
+    """Of the loss, with documents as the independent samples; NaN for a single document."""
     word_perplexity: float
     """exp(all nats / all words), comparable between vocabularies."""
     bits_per_byte: float
     by_position: tuple[PositionLoss, ...] = field(repr=False)
     by_document: tuple[tuple[float, int], ...] = field(repr=False, default=())
-    """Nats and targets of every document: what two models are compared by, document for document."""
+    """Nats and targets of every document, for comparing two models document by document."""
 
     @property
     def perplexity(self) -> float:
@@ -103,15 +103,15 @@ def windows(document_lengths: Sequence[int], length: int | None) -> list[Window]
 def reachable_lengths(
     model: LanguageModel, dataset: Dataset, max_tokens: int | None, trained: int | None = None
 ) -> list[int]:
-    """The paper's lengths that a scored document reaches, or all of the longest where even 512 is too long. Where a
-    model keeps every token, and its cost grows with the square of the length, at most 4,096 or the training length."""
+    """The paper's lengths that a scored document reaches, or the longest document where even 512 is too long. At most
+    4,096 or the training length for a model that keeps every token, whose cost grows with the square of the length."""
     longest = longest_document(dataset, max_tokens)
     limit = longest if model.bounded_state else min(longest, max(_UNBOUNDED_LIMIT, trained or 0))
     return [length for length in PAPER_LENGTHS if length <= limit] or [limit]
 
 
 def longest_document(dataset: Dataset, max_tokens: int | None = None) -> int:
-    """Targets of the longest document, of those that `max_tokens` leaves."""
+    """Targets of the longest document among those that `max_tokens` leaves."""
     return max(_selected(dataset, max_tokens))
 
 
@@ -130,13 +130,13 @@ def evaluate(
 ) -> Evaluation:
     """Score a split at each length (None: whole documents with the state carried).
 
-    dataset         what `gss.data.open_dataset` gives, or the folder of a corpus, of which `split` is scored
-    max_tokens      score the first documents up to this many targets, the last of them cut; None: all
+    dataset         from `gss.data.open_dataset`, or the folder of a corpus, of which `split` is scored
+    max_tokens      score the first documents up to this many targets, cutting the last of them; None: all
     piece           tokens read at a time; more is faster and takes more memory
-    batch_tokens    tokens read side by side, when windows are short enough to have several
-    precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that has it
-    context         the ranks that read a piece each of long sequences; all of them call this, and all get the result
-    report          called with the targets scored so far and in all
+    batch_tokens    tokens read side by side when windows are short enough for a batch
+    precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that supports it
+    context         ranks that share long sequences, a piece each; all of them call this and get the result
+    report          called with the number of targets scored so far and in total
 
     >>> lm = gss.load(run)
     >>> result = gss.evaluate(lm, corpus, [64, None])
@@ -168,7 +168,7 @@ def evaluate(
 
 
 def opened(model: "LM | LanguageModel", dataset: Dataset | str | Path, split: str) -> tuple[LanguageModel, Dataset]:
-    """The model alone, and the data, which must have the model's vocabulary where that is known."""
+    """The bare model, and the data, which must have the model's vocabulary where that is known."""
     if not isinstance(dataset, Dataset):
         dataset = open_dataset(dataset, split)
     if isinstance(model, LanguageModel):
@@ -178,7 +178,7 @@ def opened(model: "LM | LanguageModel", dataset: Dataset | str | Path, split: st
 
 
 def _selected(dataset: Dataset, max_tokens: int | None) -> list[int]:
-    """How many targets of each document count; documents beyond the limit are left out."""
+    """The number of targets of each document that count; documents beyond the limit are left out."""
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     left = int(dataset.lengths.sum()) if max_tokens is None else max_tokens
@@ -207,7 +207,7 @@ def _check(lengths: Sequence[int | None], counts: list[int], piece: int, batch_t
 
 
 def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[Window]]:
-    """Windows side by side, longest first, so that little of a batch is padding."""
+    """Batches of windows, longest first, so that there is little padding."""
     ordered = sorted(cut, key=lambda window: window.start - window.stop)
     first = 0
     while first < len(ordered):
@@ -218,7 +218,7 @@ def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[
 
 
 def _ids(dataset: Dataset, window: Window) -> npt.NDArray[np.int64]:
-    """The targets of a window after the id before them: a document's first follows the end-of-document id."""
+    """The targets of a window, preceded by the id before them: the end-of-document id at a document's start."""
     begin = int(dataset.starts[window.document])
     before = dataset.tokens[begin + window.start - 1] if window.start else dataset.eos_id
     return np.concatenate([[before], dataset.tokens[begin + window.start : begin + window.stop]]).astype(np.int64)
@@ -247,7 +247,7 @@ class _Tally:
         nats = self.by_document.sum().item()
         if not math.isfinite(nats):
             raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
-        # A document that was cut counts with its share of its words and bytes.
+        # A document that was cut counts with a proportional share of its words and bytes.
         share = np.array(counts) / dataset.lengths[: len(counts)]
         words = float((share * dataset.document_words[: len(counts)]).sum())
         size = float((share * dataset.document_bytes[: len(counts)]).sum())
@@ -270,7 +270,7 @@ class _Tally:
 
 
 def standard_error(nats: Any, counts: Any) -> float:
-    """Of the ratio Σ nats / Σ tokens, by the spread of documents around it."""
+    """The standard error of Σ nats / Σ tokens, from the spread of documents around it."""
     if len(counts) < 2:
         return math.nan
     residual = nats - counts * (nats.sum() / counts.sum())

@@ -1,10 +1,10 @@
-"""Our models in EleutherAI's lm-eval: importing this module registers the model "gss".
+"""The model type "gss" for EleutherAI's lm-eval, registered when this module is imported.
 
     python -m gss.lm_eval run --model gss --model_args run=runs/books --tasks lambada_openai,wikitext
 
 or from Python `lm_eval.simple_evaluate(model="gss", model_args={"run": "runs/books"}, tasks=[…])`. Texts of any length
-are scored whole, in pieces with the state carried: nothing is cut off and nothing slides. Every text follows the
-end-of-document id, as in training. Knows requests and models; what a task asks is lm-eval's.
+are scored whole, in pieces with the state carried: nothing is truncated and there is no sliding window. Every text
+follows the end-of-document id, as in training.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ Row = tuple[list[int], int]
 
 @register_model("gss")
 class GSSLM(TemplateLM):
-    """A run, or a model at hand with its tokenizer.
+    """A run, or a model with its tokenizer.
 
-    run, step     a run folder, and the checkpoint's step (None: the newest good one)
+    run, step     a run folder, and the step of the checkpoint (None: the newest intact one)
     model         instead of a run, together with `tokenizer`
     batch_size    texts scored side by side
-    piece         tokens of each that are read at a time: bounds memory
+    piece         tokens of each text that are read at a time, which bounds memory
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GSSLM(TemplateLM):
     ) -> None:
         super().__init__()
         if run is not None and model is None and tokenizer is None:
-            # The command names cuda:0 whether there is one or not.
+            # lm-eval's command passes cuda:0 whether there is a GPU or not.
             named = device if device is not None and torch.cuda.is_available() else "cpu"
             model, tokenizer, *_ = load(run, step=step, device=named)
         elif run is not None or model is None or tokenizer is None:
@@ -74,16 +74,16 @@ class GSSLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document id, which begins documents as well."""
+        """The end-of-document id, which documents also begin with."""
         return self.vocabulary.eos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the vocabulary where requests are cached."""
+        """Identifies the vocabulary in lm-eval's cache of requests."""
         return f"gss-{self.vocabulary.hash[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text after the end-of-document id (not with `add_special_tokens` off)."""
+        """The ids of a text, preceded by the end-of-document id unless `add_special_tokens` is False."""
         first = [] if add_special_tokens is False else [self.eot_token_id]
         return [*first, *self.vocabulary.encode(string).tolist()]
 
@@ -108,7 +108,7 @@ class GSSLM(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """A continuation of each context, up to a stop string; greedy unless the task samples."""
+        """A continuation of each context up to a stop string; greedy unless the task asks for sampling."""
         texts = []
         for request in tqdm(requests, desc="generating", disable=disable_tqdm):
             context, options = request.args
@@ -127,7 +127,7 @@ class GSSLM(TemplateLM):
         return texts
 
     def _scores(self, rows: list[Row], quiet: bool) -> list[tuple[float, bool]]:
-        """`_score` of rows of similar length side by side, in the rows' own order."""
+        """`_score` in batches of rows of similar length; results are in the order of the rows."""
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         found: dict[int, tuple[float, bool]] = {}
         for start in tqdm(range(0, len(order), self.batch_size), desc="scoring", disable=quiet):

@@ -6,6 +6,7 @@ import torch
 import gss
 from experiments import beside
 from experiments.foreign import FOREIGN, Unavailable, build_foreign, decode_foreign, prefill_foreign, train_foreign
+from experiments.measurements import Measurement
 from gss.presets import preset
 
 
@@ -39,9 +40,22 @@ def test_a_speed_table_beside_other_libraries(
 ) -> None:
     for what in ("train", "prefill", "decode"):
         arguments = [what, "--model=gss-tiny", "--shape=1x16", "--context=16", "--repeats=1", "--peer=pypi-gss"]
-        monkeypatch.setattr("sys.argv", ["beside", *arguments, "--peer=fla-gla"])
+        monkeypatch.setattr("sys.argv", ["beside", *arguments, "--peer=fla-gla", "--peer=transformer-tiny"])
         beside.main()
         text = capsys.readouterr().out
         assert "gss-tiny" in text
         assert "pypi-gss" in text
         assert "fla-gla" in text
+        assert "transformer-tiny" in text
+
+
+def test_a_peer_is_a_ratio_or_a_reason() -> None:
+    ours = [Measurement("training gss-tiny, 1×64", 200.0, "tokens/s")]
+    (row,) = beside.beside(ours, "transformer-tiny", "training", "1×64", lambda: 100.0)
+    assert (row.name, row.peer, row.ratio) == ("training transformer-tiny, 1×64", "gss-tiny", 0.5)
+
+    def full() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    (row,) = beside.beside(ours, "dss-tiny", "training", "1×64", full)
+    assert (row.value, row.note) == (None, "out of memory")

@@ -11,9 +11,9 @@ import pytest
 from experiments import best_recipe, long_range, page_plots
 from experiments.page import fill, missing, sections, write_page
 from experiments.records import Collection, read_results
+from experiments.results import ResultStore
 from experiments.studies import EVERY
 from gss.reproduce import SCALES, Corpus, Trial
-from gss.reproduce.results import ResultStore
 from gss.reproduce.trials import trial_of
 from tests.reproduce.conftest import BOOKS, made_up
 
@@ -221,9 +221,12 @@ def test_the_effective_context_is_a_figure_and_a_table(folder: Path, tmp_path: P
         ["books", "Llama", "0", "–", "2,048 to 4,096", "0.100"],
         ["books", "GSS2", "0", "4,096", "2,048 to 4,096", "0.100"],
     ]
-    (panel,) = long_range.context_picture(best).panels
-    assert [line.label for line in panel.lines] == ["GSS2", "", "Llama", "GSS2, sliding=512"]
-    assert panel.x_ticks == [(512.0, "512"), (1024.0, "1k"), (4096.0, "4k")]
+    (axes,) = page_plots.subplots(1)
+    long_range.draw_context(axes, list(long_range.with_context(best)))
+    assert [line.get_label() for line in axes.lines] == ["GSS2", "_", "Llama", "GSS2, sliding=512"]
+    assert [(place, label.get_text()) for place, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)] == [
+        (512, "512"), (1024, "1k"), (4096, "4k"),
+    ]  # fmt: skip
 
 
 def test_recall_is_a_row_per_study_and_length(tmp_path: Path) -> None:

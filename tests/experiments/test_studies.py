@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from experiments import compare, study, tabulate
+from experiments.results import ResultStore
 from experiments.studies import EVERY, INITIALISATIONS, STUDIES
 from experiments.tables import markdown, notes, table
 from gss.config import to_mapping
 from gss.data import load_tokenizer, prepare
 from gss.data.tokenizer_training import train_tokenizer
-from gss.reproduce import SCALES, SYSTEMS, Corpus, find_corpora, planned, reproduce
-from gss.reproduce.results import ResultStore
+from gss.reproduce import SCALES, SYSTEMS, Corpus, find_corpora, planned
 from gss.reproduce.trials import trial_of
 from tests.reproduce.conftest import BOOKS, QUICK, made_up
 
@@ -90,15 +90,7 @@ def test_vocabularies_by_bits_per_byte(texts: Path, corpus: Corpus, tmp_path: Pa
     changes = {**QUICK, "steps": 3}
     trials = planned(STUDIES["vocabulary"], SCALES["tiny"], corpora, changes=changes)
     noted = {"shared": True, "tokens_per_second": None}
-    outcome = reproduce(
-        STUDIES["vocabulary"],
-        trials,
-        tmp_path / "out",
-        device="cpu",
-        quiet=True,
-        more=lambda *given: {**study.studied(*given), **noted},
-    )
-    assert not outcome.left
+    assert not study.run(trials, tmp_path / "out", tmp_path / "runs", "cpu", noted)
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out" / "results").iterdir()]
     assert len({result["evaluation"]["text"] for result in kept}) == 1
     for result in kept:
@@ -153,3 +145,17 @@ def test_the_command_keeps_what_is_done(corpus: Corpus, tmp_path: Path, monkeypa
     (kept,) = [json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()]
     assert (kept["system"], kept["commit"], kept["shared"]) == ("init-loud", "abc", True)
     assert kept["command"].startswith("python -m experiments.study init --only=init-loud")
+    assert (kept["seed"], kept["data"]["train_bytes"]) == (0, corpus.train_bytes)
+    assert kept["wall_seconds"]["training"] > 0
+    assert kept["wall_seconds"]["from_step"] == 0
+    assert kept["layout"]["micro_batch_tokens"] is None
+    # It is known by its file alone; one of other settings is refused, and so is what is not a result.
+    monkeypatch.setattr(study, "train_trial", lambda *given: pytest.fail("trained again"))
+    study.main()
+    path = next((tmp_path / "results").iterdir())
+    path.write_text(json.dumps({**kept, "config": {**kept["config"], "seed": 5}}))
+    with pytest.raises(ValueError, match=r"seed was 5, now 0.*another --out"):
+        study.main()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not a result of a study"):
+        study.main()

@@ -117,7 +117,7 @@ def test_a_cache_is_read_once_and_branched() -> None:
     assert cache.batch_size == 3
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert "2 sequences" in repr(cache)
-    with pytest.raises(ValueError, match="cannot be taken back"):
+    with pytest.raises(ValueError, match="cannot be rewound"):
         cache.crop(1)
     cache.reset()
     assert (cache.get_seq_length(), cache.is_initialized, cache.batch_size) == (0, False, -1)

@@ -13,12 +13,10 @@ from gss.data import load_tokenizer, open_dataset, prepare
 from gss.evaluation import evaluate
 from gss.model import build_model
 from gss.report import write_report
-from gss.report.curves import length_pictures, training_pictures
-from gss.report.figures import draw
+from gss.report.figures import length_pictures, memory_pictures, records, state_spaces, training_pictures
+from gss.report.page import difference_table, length_table
 from gss.report.runs import read_run, read_runs
 from gss.report.scores import Scores, same_tokens, scores
-from gss.report.spectra import memory_pictures, records, state_spaces
-from gss.report.tables import difference_table, length_table
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
 from gss.training import resolve, train
 from tests.conftest import small_config
@@ -172,7 +170,7 @@ def test_every_axis_is_named_and_nothing_is_cut_off(lab: Lab) -> None:
             pictures += memory_pictures(run.name, *state_spaces(run))
         assert len(pictures) == 4 + 2 + 2 * 2
         for picture in pictures:
-            figure = draw(picture)
+            figure = picture.figure
             figure.draw_without_rendering()
             axes = figure.axes
             assert axes[-1].get_xlabel()

@@ -23,6 +23,8 @@ SMALL_RUNS = {
     "tiny": ["gss-tiny", "gss-hybrid-tiny"],
     "quickstart": ["gss2-tiny", "gss-tiny"],
     "small": ["gss-small"],
+    "tiny-block-recurrent": ["rec-fixed-skip-tiny"],
+    "small-block-recurrent": ["rec-fixed-skip-small", "xl-small"],
     "muon": ["gss2-small", "gss-hybrid-small"],
     "box": ["gss2-small"],
     "cpu": ["gss-small"],

@@ -1,4 +1,4 @@
-"""Measurements on this machine: each checks correctness first, then measures time, and returns rows of one shape.
+"""How fast a model is on this machine: training steps, prefill and decoding, in tokens per second.
 
-models (training, prefill, decoding) → check, measure → results (rows, the header above them, the table)
+models (what is timed) → check (correctness before speed), machine (timing, and where figures come from)
 """

@@ -4,14 +4,14 @@ The limit is what reduced precision costs anyway: a path may be as far from floa
 as far as plain PyTorch in the same precision, and never further.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gss.bench.results import Measurement
+from gss.bench.machine import autocast
 from gss.config import ModelConfig
 from gss.decode import BLOCK, decoder
 from gss.generate import read
@@ -23,52 +23,18 @@ BF16_LIMIT, FLOAT32_LIMIT = 2e-2, 1e-4
 
 
 @dataclass(frozen=True)
-class Errors:
-    """How far the measured path and the plain one are from float64."""
+class Figure:
+    """One figure of a measurement."""
 
-    measured: float
-    plain: float
-    limit: float
-
-    def demand(self, what: str) -> "Errors":
-        """Refuse to go on where the measured path is too far off."""
-        if not self.measured <= self.limit:
-            raise ValueError(
-                f"{what}: {self.measured:.1e} away from float64 (plain paths: {self.plain:.1e}, limit "
-                f"{self.limit:.1e}), so nothing is reported"
-            )
-        return self
-
-    def row(self, name: str, what: str) -> Measurement:
-        """The measured error beside its limit."""
-        note = f"{what}; plain {self.plain:.1e}"
-        return Measurement(name, self.measured, "relative error", self.limit, note=note)
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    """What an error may be at most."""
+    note: str = ""
 
 
-def limited(measured: float, plain: float, device: torch.device) -> Errors:
-    """The two errors with the limit of a device's precision."""
-    return Errors(measured, plain, max(BF16_LIMIT if device.type == "cuda" else FLOAT32_LIMIT, 3 * plain))
-
-
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 on a GPU, float32 on a CPU: what training and prefill run in."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; NaN compares as infinitely far."""
-    return joint_error([actual], [expected])
-
-
-def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The relative error of several tensors, taken as one long vector."""
-    pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
-    difference = torch.stack([(a - e).square().sum() for a, e in pairs]).sum().sqrt()
-    error = difference / torch.stack([e.square().sum() for _, e in pairs]).sum().sqrt().clamp(min=1e-300)
-    return float("inf") if torch.isnan(error) else error.item()
-
-
-def check_training(config: ModelConfig, device: torch.device, length: int) -> dict[str, Errors]:
+def check_training(config: ModelConfig, device: torch.device, length: int) -> list[Figure]:
     """Errors of the loss and of all gradients together on a small batch, refused where they are too large."""
     torch.manual_seed(0)
     model = build_model(config).to(device)
@@ -77,25 +43,23 @@ def check_training(config: ModelConfig, device: torch.device, length: int) -> di
     measured = _loss_and_gradients(model, tokens, targets, use_fast=True)
     plain = _loss_and_gradients(model, tokens, targets, use_fast=False)
     exact = _loss_and_gradients(model.double(), tokens, targets, use_fast=False)
-    errors = {}
-    for what, part in (("loss", slice(0, 1)), ("gradients", slice(1, None))):
-        measured_error, plain_error = (joint_error(found[part], exact[part]) for found in (measured, plain))
-        errors[what] = limited(measured_error, plain_error, device).demand(f"the {what} of a small batch")
     # One small parameter's gradient may be all wrong and be lost in the sum; alone it is allowed more noise.
     names = (name for name, _ in model.named_parameters())
     for name, ours, reference, truth in zip(names, measured[1:], plain[1:], exact[1:], strict=True):
-        own, usual = relative_error(ours, truth), relative_error(reference, truth)
-        Errors(own, usual, max(0.1, 4 * usual)).demand(f"the gradient of {name}")
-    return errors
+        own, usual = (joint_error([each], [truth]) for each in (ours, reference))
+        _demand(f"the gradient of {name}", own, usual, max(0.1, 4 * usual))
+    found = []
+    for what, part in (("loss", slice(0, 1)), ("gradients", slice(1, None))):
+        three = (result[part] for result in (measured, plain, exact))
+        found.append(checked(f"error of the {what}", f"the {what} of a small batch", *three))
+    return found
 
 
 def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, use_fast: bool) -> list[Tensor]:
     precise = model.embedding.weight.dtype == torch.float64
     with nullcontext() if use_fast else fast.disabled():
         with nullcontext() if precise else autocast(tokens.device):
-            hidden, _ = model.hidden(tokens, keep_state=False)
-            everything = torch.ones_like(targets, dtype=torch.bool)
-            loss = next_token_loss(model.logits, model.embedding.weight, hidden, targets, everything)
+            loss = _loss(model, tokens, targets)
         gradients = torch.autograd.grad(loss / targets.numel(), list(model.parameters()), allow_unused=True)
     zeros = (g if g is not None else torch.zeros_like(p) for g, p in zip(gradients, model.parameters(), strict=True))
     return [loss.detach().reshape(1), *zeros]
@@ -104,17 +68,19 @@ def _loss_and_gradients(model: LanguageModel, tokens: Tensor, targets: Tensor, u
 @torch.no_grad()
 def plain_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> float:
     """The mean loss by plain float32 arithmetic, a row at a time."""
-    total = 0.0
     with fast.disabled():
-        for tokens, wanted in zip(inputs.split(1), targets.split(1), strict=True):
-            hidden, _ = model.hidden(tokens, keep_state=False)
-            counted = torch.ones_like(wanted, dtype=torch.bool)
-            total += next_token_loss(model.logits, model.embedding.weight, hidden, wanted, counted).item()
-    return total / targets.numel()
+        pairs = zip(inputs.split(1), targets.split(1), strict=True)
+        return sum(_loss(model, *pair).item() for pair in pairs) / targets.numel()
+
+
+def _loss(model: LanguageModel, tokens: Tensor, targets: Tensor) -> Tensor:
+    hidden, _ = model.hidden(tokens, keep_state=False)
+    everything = torch.ones_like(targets, dtype=torch.bool)
+    return next_token_loss(model.logits, model.embedding.weight, hidden, targets, everything)
 
 
 @torch.no_grad()
-def check_decoding(model: LanguageModel) -> Errors:
+def check_decoding(model: LanguageModel, name: str) -> Figure:
     """How far decoded logits are from the model's own in float64; refused where too far."""
     device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
@@ -129,5 +95,30 @@ def check_decoding(model: LanguageModel) -> Errors:
         twin = build_model(model.config).to(device).double()
         twin.load_state_dict(model.state_dict())
         exact = twin(tokens)[0][:, first:]
-    errors = limited(relative_error(stepped, exact), relative_error(plain, exact), device)
-    return errors.demand("decoded logits")
+    return checked(name, "decoded logits", [stepped], [plain], [exact])
+
+
+def checked(
+    name: str, what: str, measured: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
+) -> Figure:
+    """The error of what was measured, refused where it is too large for its precision, which `plain` has too."""
+    own, usual = joint_error(measured, exact), joint_error(plain, exact)
+    limit = max(BF16_LIMIT if measured[0].is_cuda else FLOAT32_LIMIT, 3 * usual)
+    _demand(what, own, usual, limit)
+    return Figure(name, own, "relative error", limit, f"plain {usual:.1e}")
+
+
+def _demand(what: str, error: float, plain: float, limit: float) -> None:
+    if not error <= limit:
+        raise ValueError(
+            f"{what}: {error:.1e} away from float64 (plain paths: {plain:.1e}, limit {limit:.1e}), so nothing is "
+            "reported"
+        )
+
+
+def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64, of all tensors as one long vector; infinite where there is a NaN."""
+    pairs = [(a.double(), e.double()) for a, e in zip(actual, expected, strict=True)]
+    difference = torch.stack([(a - e).square().sum() for a, e in pairs]).sum().sqrt()
+    error = difference / torch.stack([e.square().sum() for _, e in pairs]).sum().sqrt().clamp(min=1e-300)
+    return float("inf") if torch.isnan(error) else error.item()

@@ -1,117 +1,77 @@
-"""Whole models: training steps, prefill and decoding, in tokens per second, several presets in one run.
+"""Training steps, prefill and decoding of a preset, in tokens per second.
 
-bf16 autocast on a GPU, float32 on a CPU, random tokens in memory. Correctness comes first, at every model: the loss and
-gradients of a small batch, the first training step's loss, the last logits of a prompt, decoded logits. Where they are
-not those of plain arithmetic nothing is reported.
+bf16 autocast on a GPU, float32 on a CPU, random tokens in memory; medians after a warm-up. What is timed is checked
+first, and nothing is reported where it differs from plain arithmetic.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from gss.accounting import account, flops_per_token
-from gss.bench.check import Errors, autocast, check_decoding, check_training, limited, plain_loss, relative_error
-from gss.bench.measure import intervals, median_seconds, release
-from gss.bench.results import Measurement, Report, compared
+from gss.accounting import account
+from gss.bench.check import Figure, check_decoding, check_training, checked, plain_loss
+from gss.bench.machine import autocast, intervals, median_seconds, release
 from gss.data import Batch
 from gss.decode import BLOCK, decoder
 from gss.generate import read
 from gss.model import LanguageModel, build_model
 from gss.ops import fast
-from gss.presets import PRESETS, preset
+from gss.presets import preset
 from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.step import Stepper
 
-_SIZES = ("-tiny", "-small", "-lm1b")
-
-
-def presets_of(model: str, peers: Sequence[str]) -> list[str]:
-    """A preset and those to measure beside it; a family (`transformer`, `dss`) is taken at the size of the first."""
-    size = next((suffix for suffix in _SIZES if model.endswith(suffix)), "")
-    names = [model]
-    for peer in peers:
-        name = next((name for name in (f"{peer}{size}", peer) if name in PRESETS), None)
-        if name is None:
-            raise ValueError(f"there is no peer {peer!r}: give transformer, dss or any other preset (see gss presets)")
-        names.append(name)
-    return names
-
-
-@dataclass(frozen=True)
-class TrainingSpeed:
-    """What training one model at one shape gave."""
-
-    tokens_per_second: float
-    parameters: int
-    accounted_flops: float | None = None
-    """Per token: three forward passes by `gss.accounting`, attention and convolutions included."""
-    peak_bytes: int | None = None
-    """Of GPU memory; None on a CPU."""
-
-    def rows(self, name: str, where: str, matmul_rate: float | None) -> list[Measurement]:
-        """The speed; MFU by both counts, where the machine's matrix rate is known; memory."""
-        size = f"{self.parameters / 1e6:.1f}M parameters"
-        flops = {"": 6.0 * self.parameters, ", accounted": self.accounted_flops}
-        notes = {"": "6·parameters·tokens/s", ", accounted": "gss.accounting's FLOPs"}
-        rows = [Measurement(f"training {name}, {where}", self.tokens_per_second, "tokens/s", note=size)]
-        rows += [
-            Measurement(f"MFU of {name}, {where}{end}", count * self.tokens_per_second / matmul_rate, "of matmul rate",
-                        note=notes[end])
-            for end, count in flops.items()
-            if matmul_rate and count
-        ]  # fmt: skip
-        if self.peak_bytes is not None:
-            rows.append(Measurement(f"peak memory of {name}, {where}", self.peak_bytes / 1e9, "GB"))
-        return rows
+Shapes = Sequence[tuple[int, int]]
+"""(batch, length) pairs; decoding: (batch, context)."""
+Report = Callable[[str], None]
+"""Told what is being measured."""
 
 
 def bench_train(
-    models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
+    name: str,
+    shapes: Shapes,
     device: torch.device,
     matmul_rate: float | None = None,
     compiled: bool = False,
     repeats: int = 10,
     report: Report = lambda text: None,
-) -> list[Measurement]:
-    """Rows for each preset at each (batch, length), and the errors of the small batch that was checked."""
+) -> list[Figure]:
+    """The speed of a preset's training steps at each shape; MFU where the matrix rate is known; memory on a GPU."""
     report("checking the loss and gradients of a small batch")
-    errors = check_training(preset(models[0]), device, min(length for _, length in shapes))
-    rows = [error.row(f"error of the {what}", f"{models[0]}, a small batch") for what, error in errors.items()]
-    vocab_size = preset(models[0]).vocab_size
-
-    def measure(where: str, batch: int, length: int, name: str) -> list[Measurement]:
-        speed = measure_training(name, batch, length, device, compiled, repeats, vocab_size)
-        return speed.rows(name, where, matmul_rate)
-
-    for shape in shapes:
-        where = "×".join(map(str, shape))
-        rows += compared(models, "training", where, partial(measure, where, *shape), report)
+    rows = check_training(preset(name), device, min(length for _, length in shapes))
+    for batch, length in shapes:
+        where = f"{name}, {batch}×{length}"
+        report(f"training {where}")
+        speed, parameters, peak = measure_training(name, batch, length, device, compiled, repeats)
+        rows.append(Figure(f"training {where}", speed, "tokens/s", note=f"{parameters / 1e6:.1f}M parameters"))
+        if matmul_rate:
+            mfu = 6 * parameters * speed / matmul_rate
+            rows.append(Figure(f"MFU of {where}", mfu, "of matmul rate", note="6·parameters·tokens/s"))
+        if peak is not None:
+            rows.append(Figure(f"peak memory of {where}", peak / 1e9, "GB"))
     return rows
 
 
 def measure_training(
-    name: str, batch: int, length: int, device: torch.device, compiled: bool, repeats: int, vocab_size: int
-) -> TrainingSpeed:
-    """Train a preset from fresh, with the training step of `gss train`; nothing is left in memory."""
+    name: str,
+    batch: int,
+    length: int,
+    device: torch.device,
+    compiled: bool,
+    repeats: int,
+    vocab_size: int | None = None,
+) -> tuple[float, int, int | None]:
+    """Tokens per second of the training step of `gss train`, the parameters, and the peak of GPU memory."""
     release(device)
     torch.manual_seed(0)
-    model_config = preset(name, vocab_size=vocab_size)
+    model_config = preset(name, **({} if vocab_size is None else {"vocab_size": vocab_size}))
     config = TrainConfig(
-        preset=name,
-        model=model_config,
-        steps=repeats + 10,
-        length=length,
-        batch_tokens=batch * length,
-        compile=compiled,
-        device=device.type,
-    )
-    tokens = torch.randint(0, vocab_size, (batch, length + 1), device=device)
+        preset=name, model=model_config, steps=repeats + 10, length=length, batch_tokens=batch * length,
+        compile=compiled, device=device.type,
+    )  # fmt: skip
+    tokens = torch.randint(0, model_config.vocab_size, (batch, length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     try:
         model = build_model(model_config).to(device)
@@ -126,100 +86,75 @@ def measure_training(
             raise ValueError(f"{name}: the first step's loss is {first:.4f}, the plain float32 one {expected:.4f}")
         seconds = statistics.median(intervals(lambda: stepper.step(step, 1), repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        flops = 3 * flops_per_token(model_config, length)
-        return TrainingSpeed(inputs.numel() / seconds, account(model_config, length).parameters, flops, peak)
+        return inputs.numel() / seconds, account(model_config, length).parameters, peak
     finally:
         release(device)
-
-
-def bench_prefill(
-    models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
-    device: torch.device,
-    pieces: Sequence[int] = (),
-    compiled: bool = False,
-    repeats: int = 10,
-    report: Report = lambda text: None,
-) -> list[Measurement]:
-    """Rows for each preset at each (batch, length), read in pieces of each size (default: whole)."""
-    rows: list[Measurement] = []
-
-    def measure(where: str, batch: int, length: int, piece: int, name: str) -> list[Measurement]:
-        speed, error = measure_prefill(name, batch, length, piece, device, compiled, repeats)
-        what = f"prefill {name}, {where}"
-        return [Measurement(what, speed, "tokens/s"), error.row(f"error of {what}", "last logits")]
-
-    for batch, length in shapes:
-        for piece in dict.fromkeys(min(piece, length) for piece in pieces or (length,)):
-            where = f"{batch}×{length}" + (f" in pieces of {piece:,}" if piece < length else "")
-            rows += compared(models, "prefill", where, partial(measure, where, batch, length, piece), report)
-    return rows
 
 
 @torch.no_grad()
-def measure_prefill(
-    name: str, batch: int, length: int, piece: int, device: torch.device, compiled: bool, repeats: int
-) -> tuple[float, Errors]:
-    """Tokens per second of a preset, and how far its last logits are from plain float32 (refused where too far)."""
-    release(device)
-    torch.manual_seed(0)
-    model = build_model(preset(name)).to(device).eval()
-    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
-
-    def prefill() -> Tensor:
-        with autocast(device):
-            return read(model, tokens, piece=piece)[0]
-
-    with fast.disabled():
-        exact, plain = read(model, tokens)[0], prefill()
-    if compiled:
-        for layer in model.layers:
-            layer.compile()
-    try:
-        errors = limited(relative_error(prefill(), exact), relative_error(plain, exact), device)
-        errors.demand("the last logits of the prompt")
-        return tokens.numel() / statistics.median(intervals(prefill, repeats, device, warmup=1)), errors
-    finally:
+def bench_prefill(
+    name: str,
+    shapes: Shapes,
+    device: torch.device,
+    piece: int | None = None,
+    compiled: bool = False,
+    repeats: int = 10,
+    report: Report = lambda text: None,
+) -> list[Figure]:
+    """The speed at which a preset reads prompts of each shape, in pieces if asked, and the error of its last logits."""
+    rows: list[Figure] = []
+    for batch, length in shapes:
+        where = f"prefill {name}, {batch}×{length}" + (f" in pieces of {piece:,}" if piece and piece < length else "")
+        report(where)
         release(device)
+        torch.manual_seed(0)
+        model = build_model(preset(name)).to(device).eval()
+        tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
+
+        def prefill(model: LanguageModel = model, tokens: Tensor = tokens) -> Tensor:
+            with autocast(device):
+                return read(model, tokens, piece=piece or tokens.shape[1])[0]
+
+        with fast.disabled():
+            exact, plain = read(model, tokens)[0], prefill()
+        for layer in model.layers if compiled else ():
+            layer.compile()
+        found = checked(f"error of {where}", "the last logits of the prompt", [prefill()], [plain], [exact])
+        speed = tokens.numel() / statistics.median(intervals(prefill, repeats, device, warmup=1))
+        rows += [Figure(where, speed, "tokens/s"), found]
+        del model, prefill
+        release(device)
+    return rows
 
 
 @torch.no_grad()
 def bench_decode(
-    models: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
-    device: torch.device,
-    repeats: int = 5,
-    report: Report = lambda text: None,
-) -> list[Measurement]:
-    """Rows for each preset at each (batch, context); and how much longer a token takes after the slowest context."""
-    rows: list[Measurement] = []
-    speeds: dict[str, dict[tuple[int, int], float]] = {}
-    for name in models:
-        report(f"checking the decoder of {name}")
-        torch.manual_seed(0)
-        subject = build_model(preset(name)).to(device).eval()
-        rows.append(check_decoding(subject).row(f"error of decode {name}", "logits"))
-        report(f"{name} reads and decodes")
-        rounds = {shape: decoding_round(subject, *shape) for shape in shapes}
-        seconds = median_seconds({shape: run for shape, (run, _) in rounds.items()}, repeats)  # all in turns
-        speeds[name] = {shape: shape[0] * rounds[shape][1] / taken for shape, taken in seconds.items()}
-        del rounds, subject
-        release(device)
-    for batch, context in shapes:
-        where = f"batch {batch}, context {context:,}"
-        values = [Measurement(f"decode {name}, {where}", speeds[name][batch, context], "tokens/s") for name in models]
-        rows += [values[0], *(value.beside(models[0], values[0].value) for value in values[1:])]
-    alone = {context: speed for (batch, context), speed in sorted(speeds[models[0]].items()) if batch == 1}
+    name: str, shapes: Shapes, device: torch.device, repeats: int = 5, report: Report = lambda text: None
+) -> list[Figure]:
+    """The speed of greedy decoding at each shape, and the ratio between the slowest and the fastest context."""
+    report(f"checking the decoder of {name}")
+    torch.manual_seed(0)
+    model = build_model(preset(name)).to(device).eval()
+    rows = [check_decoding(model, f"error of decode {name}")]
+    report(f"{name} reads and decodes")
+    rounds = {shape: decoding_round(model, *shape) for shape in shapes}
+    seconds = median_seconds({shape: run for shape, (run, _) in rounds.items()}, repeats)  # all in turns
+    speeds = {shape: shape[0] * rounds[shape][1] / taken for shape, taken in seconds.items()}
+    for (batch, context), speed in speeds.items():
+        rows.append(Figure(f"decode {name}, batch {batch}, context {context:,}", speed, "tokens/s"))
+    alone = {context: speed for (batch, context), speed in sorted(speeds.items()) if batch == 1}
     if len(alone) > 1:
-        name = f"decode {models[0]}, a token after {min(alone):,} → {max(alone):,}"
+        where = f"decode {name}, a token after {min(alone):,} → {max(alone):,}"
         ratio = max(alone.values()) / min(alone.values())
-        rows.append(Measurement(name, ratio, "× as long", 1.05, note="the slowest context over the fastest"))
+        rows.append(Figure(where, ratio, "× as long", 1.05, note="the slowest context over the fastest"))
+    del model, rounds
+    release(device)
     return rows
 
 
 def decoding_round(model: LanguageModel, batch: int, context: int) -> tuple[Callable[[], None], int]:
-    """What decodes some tokens of each row greedily after random ones and waits for them, and how many. Whole blocks,
-    so that folding them into the state is in the time; several where a graph makes them short."""
+    """A function that decodes some tokens of each row greedily after random ones and waits for them, and how many it
+    decodes: whole blocks, so that the time of folding them into the state is included."""
     device = model.device
     tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     token = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -1,7 +1,8 @@
-"""`gss bench`: measurements on this machine, several models in one run."""
+"""`gss bench`: how fast a model is on this machine."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 from typer import Argument, Option
@@ -24,14 +25,11 @@ def bench_command(
     what: Annotated[str, Argument(metavar="WHAT", help=_WHAT)],
     device: Device = "auto",
     model: Annotated[str | None, Option(help="The preset. Default: gss on a GPU, gss-small on a CPU.")] = None,
-    peer: Annotated[list[str] | None, Option(help="Also measure transformer, dss or any preset; repeatable.")] = None,
     shape: Annotated[
         list[str] | None,
         Option(metavar="BATCHxLENGTH", help="Rows and tokens per row (decode: of context); repeatable."),
     ] = None,
-    piece: Annotated[
-        list[int] | None, Option(min=1, help="Prefill: tokens read at a time; repeatable. Default: all.")
-    ] = None,
+    piece: Annotated[int | None, Option(min=1, help="Prefill: tokens read at a time. Default: all.")] = None,
     compile_: Annotated[
         bool | None, Option("--compile/--no-compile", help="Default: only when training on a GPU.")
     ] = None,
@@ -42,9 +40,10 @@ def bench_command(
     import torch
     from rich.console import Console
 
-    from gss.bench.models import bench_decode, bench_prefill, bench_train, presets_of
-    from gss.bench.results import document, number, table
+    from gss.bench.machine import provenance
+    from gss.bench.models import bench_decode, bench_prefill, bench_train
     from gss.io.devices import pick_device
+    from gss.io.files import finite
     from gss.training.progress import matmul_rate
 
     if what not in _SHAPES:
@@ -54,23 +53,29 @@ def bench_command(
     where = pick_device(device)
     gpu = where.type == "cuda"
     shapes = _shapes(shape) or _SHAPES[what][gpu]
-    names = presets_of(model or ("gss" if gpu else "gss-small"), peer or ())
+    name = model or ("gss" if gpu else "gss-small")
     with Console(stderr=True).status("measuring the machine") as status:
         rate = matmul_rate(where, torch.bfloat16)
         if what == "train":
             compiled = gpu if compile_ is None else compile_
-            rows = bench_train(names, shapes, where, rate, compiled, repeats, status.update)
+            rows = bench_train(name, shapes, where, rate, compiled, repeats, status.update)
         elif what == "prefill":
-            rows = bench_prefill(names, shapes, where, piece or (), bool(compile_), repeats, status.update)
+            rows = bench_prefill(name, shapes, where, piece, bool(compile_), repeats, status.update)
         else:
-            rows = bench_decode(names, shapes, where, repeats, status.update)
-    found = document(rows, where, {"bf16 matmul 8192³, TFLOP/s": rate / 1e12} if rate else {})
+            rows = bench_decode(name, shapes, where, repeats, status.update)
+    found = provenance(where)
+    ceilings = {"bf16 matmul 8192³, TFLOP/s": rate / 1e12} if rate else {}
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        document = finite({**found, "ceilings": ceilings, "rows": [asdict(row) for row in rows]})
+        print(json.dumps(document, indent=2, ensure_ascii=False))
         return
-    ceilings = "".join(f", {name} {number(value)}" for name, value in found["ceilings"].items())
-    print(f"{found['hardware']}, torch {found['versions']['torch']}, commit {found['commit'] or 'unknown'}{ceilings}\n")
-    print(table(rows))
+    machine = "".join(f", {name} {value:.1f}" for name, value in ceilings.items())
+    print(f"{found['hardware']}, torch {found['versions']['torch']}, commit {found['commit'] or 'unknown'}{machine}\n")
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        value = f"{row.value:,.0f}" if row.value >= 1000 else f"{row.value:.3g}"
+        limit = "" if row.limit is None else f"at most {row.limit:.3g}"
+        print(f"{row.name:<{width}}  {value:>9} {row.unit}  {'; '.join(filter(None, (limit, row.note)))}".rstrip())
 
 
 def _shapes(texts: Sequence[str] | None) -> list[tuple[int, int]]:

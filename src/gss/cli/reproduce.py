@@ -25,7 +25,7 @@ _SCALES = (
 
 def reproduce_command(
     target: Annotated[str, Argument(help=_TARGETS)],
-    out: Annotated[Path, Option(help="Folder for the results; runs that are finished there are not run again.")] = Path(
+    out: Annotated[Path, Option(help="Folder for the runs; those that are finished there are not run again.")] = Path(
         "runs/reproduce"
     ),
     data: Annotated[
@@ -43,14 +43,13 @@ def reproduce_command(
         int | None, Option(help="Most tokens to score at each length. Default: the scale's.")
     ] = None,
     set_: Annotated[list[str] | None, Option("--set", help="A setting of every run, `key=value`.")] = None,
-    work: Annotated[Path | None, Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
     device: Device = "auto",
     quiet: Annotated[bool, Option("--quiet", help="Only the table at the end.")] = False,
 ) -> None:
     """Train and score the systems of one of the paper's tables at equal tokens; print it beside the paper's figures.
 
-    With the same --out the command resumes: finished runs are known by their files in OUT/results, and an interrupted
-    one continues from its checkpoint. What is fixed, and why: docs/reproducing.md.
+    With the same --out the command resumes: a finished run has a result.json in its folder, and an interrupted one
+    continues from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
     from rich.console import Console
 
@@ -76,11 +75,10 @@ def reproduce_command(
         TARGETS[target],
         trials,
         out,
-        work=work,
         device=device,
         quiet=quiet,
         say=lambda text: console.print(text, markup=False),
-        bar=share_bar,
+        **({} if quiet else {"bar": share_bar}),
     )
     _conclude(outcome, out)
 
@@ -99,7 +97,7 @@ def _corpora(data: list[Path], names: Sequence[str], scale: str) -> "list[Corpus
 
 def _conclude(outcome: "Outcome", out: Path) -> None:
     print(outcome.text)
-    print(f"{len(outcome.done)} results in {out / 'results'}")
+    print(f"{len(outcome.done)} results in {out}")
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
     if outcome.commands:

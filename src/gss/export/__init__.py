@@ -1,4 +1,4 @@
-"""Models outside Python: an ONNX file for any runtime that reads one, and a static page that runs it in a browser.
+"""Models outside Python: an ONNX file for any ONNX runtime, and a static page that runs it in a browser.
 
 >>> export_onnx("box", folder / "onnx")
 >>> export_page("box", folder / "page")

@@ -1,7 +1,7 @@
-"""An ONNX graph, built node by node: what layers call to say what they compute.
+"""A builder of ONNX graphs, which the layers' exports call node by node. Knows nothing of models.
 
-Weights lie in the file as they are kept, in bf16 or as whole numbers with scales, where that is exact; a runtime
-unpacks them once, when it loads the file. Knows operators and tensors; nothing of models.
+Weights are stored in bf16, or as integers with scales, where that is exact; a runtime unpacks them once, when it loads
+the file.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Graph:
         self._count = 0
 
     def input(self, name: str, kind: Any, shape: Sequence[int | str]) -> str:
-        """An input of a kind and shape; a dimension that varies has a name."""
+        """An input of a dtype and shape; variable dimensions have names."""
         self._inputs.append(helper.make_tensor_value_info(name, KINDS[np.dtype(kind)], shape))
         return name
 
@@ -53,13 +53,13 @@ class Graph:
         return self.several(operator, 1, *inputs, **attributes)[0]
 
     def several(self, operator: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """The results of an operator that has as many."""
+        """The results of an operator with several outputs."""
         names = [self._name() for _ in range(count)]
         self._nodes.append(helper.make_node(operator, inputs, names, **attributes))
         return names
 
     def constant(self, array: Array) -> str:
-        """A constant; equal ones of a few numbers are one."""
+        """A constant; small equal ones are shared."""
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 128 else object()
         if key not in self._known:
             self._known[key] = self._name()
@@ -67,15 +67,15 @@ class Graph:
         return self._known[key]
 
     def whole(self, *numbers: int) -> str:
-        """Whole numbers, as shapes and axes are given."""
+        """Integers, for shapes and axes."""
         return self.constant(np.array(numbers, np.int64))
 
     def number(self, value: float) -> str:
-        """A number, to multiply by or to add."""
+        """A scalar constant."""
         return self.constant(np.array(value, np.float32))
 
     def parameter(self, tensor: Tensor) -> str:
-        """A weight in float32, in the file as bf16 where that says the same."""
+        """A weight in float32, stored as bf16 where that is exact."""
         tensor = tensor.detach().cpu()
         short = tensor.to(torch.bfloat16)
         if tensor.dim() < 2 or not torch.equal(short.to(tensor.dtype), tensor):
@@ -100,8 +100,8 @@ class Graph:
         return self("Reshape", scaled, self.whole(packed.outputs, packed.inputs))
 
     def dense(self, x: str, layer: nn.Linear) -> str:
-        """A dense layer of [L, I]: [L, O]."""
-        # Transposed when the file is loaded: a product of one row is quickest with the inputs first.
+        """A dense layer: [L, I] → [L, O]."""
+        # Transposed when the file is loaded: the product of a single row is fastest with the inputs first.
         weight = self("Transpose", self.matrix(layer), perm=[1, 0])
         return self("Gemm", x, weight, *([] if layer.bias is None else [self.parameter(layer.bias)]))
 
@@ -114,7 +114,7 @@ class Graph:
         return self("Mul", self.rms(x, layer.eps), scale)
 
     def rms(self, x: str, epsilon: float) -> str:
-        """Vectors divided by the root of their mean square."""
+        """Vectors divided by their root mean square."""
         mean = self("ReduceMean", self("Mul", x, x), self.whole(-1))
         return self("Div", x, self("Sqrt", self("Add", mean, self.number(epsilon))))
 
@@ -130,19 +130,19 @@ class Graph:
         return positive if name == "relu" else self("Mul", positive, positive)
 
     def first(self, table: Array, count: str, axis: int) -> str:
-        """The first few of a table, along an axis; `count` is a value of one number."""
+        """The first `count` entries of a table along an axis."""
         return self("Slice", self.constant(table), self.whole(0), count, self.whole(axis))
 
     def reshaped(self, x: str, *shape: int) -> str:
-        """In another shape; 0 keeps a dimension, −1 takes what is left."""
+        """Reshape; 0 keeps a dimension, −1 infers it."""
         return self("Reshape", x, self.whole(*shape))
 
     def transposed(self, x: str, *order: int) -> str:
-        """With its dimensions in another order."""
+        """Permute the dimensions."""
         return self("Transpose", x, perm=list(order))
 
     def model(self, about: dict[str, str]) -> onnx.ModelProto:
-        """The finished model, checked; `about` is kept in it for people and programs."""
+        """The finished model, checked; `about` becomes its metadata."""
         graph = helper.make_graph(self._nodes, "gss", self._inputs, self._outputs, self._constants)
         made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR)
         made.producer_name = "gss"

@@ -1,7 +1,7 @@
-"""What each kind of layer computes, for ONNX: a piece of 1 to 64 tokens and a state in, outputs and a state out.
+"""The ONNX form of each kind of layer: a piece of 1 to 64 tokens and a state in, outputs and the next state out.
 
-Without a transform of Fourier's: in so short a piece a state space is a convolution with its first 64 taps, and what
-the state before adds is one product with powers of its modes. Tables of powers are made in float64. A graph reads one
+There is no FFT: over so short a piece, a state space is a convolution with its first 64 taps, and the contribution of
+the previous state is one product with powers of its modes. Tables of powers are computed in float64. A graph reads one
 sequence, so tensors have no batch dimension; complex numbers are two planes, real and imaginary.
 """
 
@@ -22,13 +22,13 @@ from gss.nn.gss2 import GSS2Layer
 from gss.nn.state_space import DiagonalStateSpace
 
 LONGEST = 64
-"""Tokens of a piece at most."""
+"""The most tokens in a piece."""
 State = dict[str, str]
 _EXPORTED = "GSS, GSS2 and attention on chunks or over a sliding window"
 
 
 class Piece:
-    """What all layers know of a piece of tokens: how many there are, and what was read before."""
+    """What all layers need to know about a piece: the number of tokens, and their positions."""
 
     def __init__(self, graph: Graph, tokens: str, position: str) -> None:
         self.count = graph("Shape", tokens)  # L, as one number
@@ -38,7 +38,7 @@ class Piece:
         self._visible: dict[Any, str] = {}
 
     def visible(self, graph: Graph, layer: TransformerBlock) -> str:
-        """Which slots of the cache and tokens of the piece each token sees: [L, W + L].
+        """Which slots of the cache and tokens of the piece each token attends to: [L, W + L].
 
         Caches are rings: slot s holds the newest token read whose place is s modulo W. Tokens of an earlier chunk
         that a layer on chunks finds there are not seen.
@@ -61,7 +61,7 @@ class Piece:
         return self._visible[key]
 
     def kept(self, graph: Graph, cache: str, new: str, window: int) -> str:
-        """A cache [W, …] with the tokens of the piece [L, …] in their slots, of which the newest may be all."""
+        """The cache [W, …] with the tokens of the piece [L, …] written to their slots."""
         places = self.places
         if window < LONGEST:
             newest = graph.whole(-window), graph.whole(1 << 60), graph.whole(0)
@@ -71,7 +71,7 @@ class Piece:
 
 
 def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer's state in a graph; whatever has no export is refused."""
+    """The shapes of a layer's state in a graph; layers that cannot be exported are refused."""
     if isinstance(layer, GSSLayer | DSSBlock):
         if any(space.log_step is not None for space in layer.spaces().values()):
             raise ValueError(
@@ -158,7 +158,7 @@ def _state_space(graph: Graph, space: DiagonalStateSpace, u: str, state: str, pi
 
 
 def _planes(numbers: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Complex numbers as `_turned_planes` takes them: the real part, and the imaginary one with either sign."""
+    """Complex numbers in the form of `_turned_planes`: the real part, and the imaginary part with both signs."""
     return numbers.real, torch.stack([-numbers.imag, numbers.imag], dim=dim)
 
 
@@ -234,7 +234,7 @@ def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> 
 
 
 def _row(graph: Graph, table: Array, piece: Piece) -> str:
-    """What a table [h, 64, N] says of a piece of its length: [h, N, 1]."""
+    """The entry of a table [h, 64, N] for the length of the piece: [h, N, 1]."""
     rows = np.ascontiguousarray(table.transpose(1, 0, 2))[..., None]  # [64, h, N, 1]
     return graph("Squeeze", graph("Gather", graph.constant(rows), piece.last), graph.whole(0))
 
@@ -282,7 +282,7 @@ def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piec
 
 
 def waves(graph: Graph, piece: Piece, frequency: Array) -> tuple[str, str]:
-    """Cosines and sines [L, …] of the tokens' places times frequencies; whole turns are taken off in float64."""
+    """Cosines and sines [L, …] of positions times frequencies; full turns are removed in float64."""
     place = graph.reshaped(graph("Cast", piece.places, to=TensorProto.DOUBLE), -1, 1)
     turns = graph("Mul", place, graph.constant(frequency / (2 * math.pi)))
     part = graph("Cast", graph("Sub", turns, graph("Floor", turns)), to=TensorProto.FLOAT)

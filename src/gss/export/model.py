@@ -2,8 +2,8 @@
 
     tokens [L], position [1], layers.0.modes, …  →  logits [L, V], next.position, next.layers.0.modes, …
 
-L is from 1 to 64: one graph is the step, the chunk that prompts are read by, and whatever is left of a prompt. The
-state before any token is zeros.
+L is from 1 to 64: one graph serves for decoding steps, for reading prompts in chunks, and for the rest of a prompt. The
+initial state is all zeros.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ ABOUT = "model.json"
 
 
 def export_onnx(run: str | Path | None, out: str | Path, *, step: int | None = None) -> Path:
-    """Write a folder with a run's model as `model.onnx`, what it is as `model.json`, and its vocabulary."""
+    """Write a folder with a run's model as `model.onnx`, its description as `model.json`, and its vocabulary."""
     target = Path(out)
     require_new(target)
     lm = loaded(run, step)
@@ -34,7 +34,7 @@ def export_onnx(run: str | Path | None, out: str | Path, *, step: int | None = N
 
 
 def loaded(run: str | Path | None, step: int | None) -> LM:
-    """A run's model, if it can be exported."""
+    """Load a run's model, if it can be exported."""
     lm = load(run, step=step)
     if lm.model.first is not None:
         raise ValueError(
@@ -45,7 +45,7 @@ def loaded(run: str | Path | None, step: int | None) -> LM:
 
 
 def write_model(lm: LM, folder: Path) -> None:
-    """Write the model and what it is to a folder."""
+    """Write the model and its description to a folder."""
     made = build(lm.model, {"vocabulary": lm.tokenizer.hash, "step": str(lm.step)})
     onnx.save_model(made, folder / MODEL)
     write_json(folder / ABOUT, {
@@ -60,7 +60,7 @@ def write_model(lm: LM, folder: Path) -> None:
 
 
 def shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """The float32 tensors of the state by name; besides them there is `position`, int64 [1]."""
+    """The float32 tensors of the state by name, besides `position`, int64 [1]."""
     return {
         f"layers.{i}.{name}": shape
         for i, layer in enumerate(model.layers)
@@ -69,7 +69,7 @@ def shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
 
 
 def build(model: LanguageModel, about: dict[str, str] | None = None) -> onnx.ModelProto:
-    """The graph of a model; `about` is added to what it says of itself."""
+    """The graph of a model; `about` is added to its metadata."""
     config = model.config
     sizes = shapes(model)  # refuses what has no export
     graph = Graph()

@@ -1,6 +1,6 @@
 """A folder that runs a model in the browser: a static page, the model as ONNX, and its vocabulary for JavaScript.
 
-Any file server will do. The page takes onnxruntime-web from a content delivery network, or from a copy beside it.
+Any file server can serve it. The page loads onnxruntime-web from a content delivery network, or from a local copy.
 """
 
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.model import ABOUT, loaded, write_model
-from gss.io.files import read_json, require_new, write_json, written_folder
+from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 
 RUNTIME = "https://cdn.jsdelivr.net/npm/onnxruntime-web@1.30.0/dist/"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -22,10 +22,10 @@ _NORMAL, _UNKNOWN, _SYMBOL, _BYTE = 1, 2, 4, 6  # SentencePiece's kinds of piece
 def export_page(
     run: str | Path | None, out: str | Path, *, step: int | None = None, runtime: str | Path | None = None
 ) -> Path:
-    """Write a folder with a page that runs a run's model.
+    """Write a folder with a page that runs a run's model in the browser.
 
-    `runtime` is a folder with onnxruntime-web's files, its npm package's `dist`: they are copied beside the page, which
-    then needs nothing from elsewhere.
+    `runtime` is a folder with the files of onnxruntime-web, the `dist` of its npm package. They are copied next to the
+    page, which then needs nothing from elsewhere.
     """
     target = Path(out)
     require_new(target)
@@ -42,6 +42,12 @@ def export_page(
         write_json(aside / ABOUT, about)
         for path in (*_PAGE.iterdir(), *(_SHARED / name for name in _SHARED_FILES)):
             shutil.copyfile(path, aside / path.name)
+        playground = (_SHARED / "index.html").read_text(encoding="utf-8")
+        prompt = playground[
+            playground.index('      <label for="prompt"') : playground.index('        <button id="further"')
+        ]
+        page = (_PAGE / "index.html").read_text(encoding="utf-8")
+        write_file(aside / "index.html", page.replace("      <!-- the playground's prompt -->\n", prompt))
         if runtime:
             (aside / "onnxruntime").mkdir()
             for name in RUNTIME_FILES:
@@ -50,7 +56,7 @@ def export_page(
 
 
 def browser_vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A vocabulary as the page's tokenizer.js reads it."""
+    """A vocabulary in the format of the page's tokenizer.js."""
     if isinstance(tokenizer, ByteTokenizer):
         return {"kind": "bytes"}
     if not isinstance(tokenizer, SentencePieceTokenizer):

@@ -1,7 +1,7 @@
-"""The models in `transformers`: configuration, model, recurrent cache, tokenizers, and folders both ways.
+"""The models in `transformers`: configuration, model, recurrent cache, tokenizers, export and import.
 
 Importing this package registers the classes with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, so that an
-exported folder loads there by its path alone. Without the import it loads with `trust_remote_code=True`, by a file in
+exported folder loads by its path alone. Without the import it loads with `trust_remote_code=True`, through a file in
 the folder that imports these classes.
 
 >>> import gss.hf

@@ -1,7 +1,6 @@
-"""What `generate` carries from step to step: our immutable state, in the mutable box that `transformers` expects.
+"""The cache of `generate`: our immutable state in the mutable container that `transformers` expects.
 
-Knows the protocol of `transformers.Cache` (lengths, reordering for beams, repeating for samples); what is inside a
-state is the model's.
+Implements the protocol of `transformers.Cache`: lengths, reordering for beams, repeating for samples.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from gss.nn.state import ModelState
 class StateCache(Cache):
     """A `ModelState` that follows a batch through `generate`.
 
-    States are values, so a branch costs nothing: read a document once, then generate from `copy.deepcopy(cache)` for
+    States are values, so branching costs nothing: read a document once, then generate from `copy.deepcopy(cache)` for
     each question.
     """
 
@@ -24,19 +23,19 @@ class StateCache(Cache):
         super().__init__(layers=[])
         self.state = state
         self.columns = columns
-        """Columns of input read so far, padding included: what the length of an attention mask is counted in."""
+        """Columns of input read so far, padding included, as in the length of an attention mask."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateCache":
-        return StateCache(self.state, self.columns)  # nobody changes a state: two caches can share it
+        return StateCache(self.state, self.columns)  # states are immutable, so two caches can share one
 
     def __len__(self) -> int:
         return 0 if self.state is None else len(self.state.layers)
 
     def replace(self, state: ModelState | None, columns: int) -> None:
-        """Take the state after some more columns."""
+        """Set the state after `columns` further columns."""
         self.state = state
         self.columns += columns
 
@@ -45,7 +44,7 @@ class StateCache(Cache):
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no most."""
+        """-1: there is no maximum."""
         return -1
 
     def reset(self) -> None:
@@ -53,7 +52,7 @@ class StateCache(Cache):
         self.state, self.columns = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make each row go on from the row that its beam came from."""
+        """Let each row continue from the row that its beam came from."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -62,14 +61,14 @@ class StateCache(Cache):
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times, one after the other."""
+        """Repeat each row several times in a row."""
         if self.state is not None:
             self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a recurrent state holds no past to go back to."""
+        """Refused: a recurrent state cannot be rewound."""
         raise ValueError(
-            "a recurrent state cannot be taken back by some tokens: keep a copy.deepcopy of the cache from before them"
+            "a recurrent state cannot be rewound by some tokens: keep a copy.deepcopy of the cache from before them"
         )
 
     @property
@@ -84,7 +83,7 @@ class StateCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """No: what attention to everything keeps grows from step to step."""
+        """No: the cache of full attention grows with every step."""
         return False
 
     @property

@@ -1,6 +1,6 @@
-"""The model card of an exported folder: what the model is, what it was trained on, how to load it, what it cannot do.
+"""The model card of an exported folder: the model, its training data, how to load it, and its limits.
 
-Knows plain data and a model's sizes; writes Markdown with the front matter that model hubs read.
+Markdown with the front matter that model hubs read.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ _KINDS = {"gss": "GSS", "dss": "DSS", "attention": "attention"}
 def model_card(
     name: str, model: LanguageModel, tokenizer: Tokenizer, step: int, run: Mapping[str, Any], data: Mapping[str, Any]
 ) -> str:
-    """The text of README.md; `run` and `data` are a run folder's config.json and data.json, as far as there are any."""
+    """The text of README.md; `run` and `data` are the contents of a run folder's config.json and data.json, if any."""
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = ", ".join(f"{count} × {_KINDS.get(kind, kind)}" for kind, count in Counter(config.layers).items())

@@ -1,7 +1,7 @@
-"""The configuration as `transformers` knows it: a `ModelConfig` as plain data, and the ids of special tokens.
+"""The configuration class for `transformers`: a `ModelConfig` as plain data, and the ids of special tokens.
 
-Holds nothing that `ModelConfig` does not decide: every family is the same class with another mapping, and a field
-added there needs nothing here.
+Everything about the model is in `ModelConfig`: every family is the same class with another mapping, and a field added
+there needs nothing here.
 """
 
 from typing import Any
@@ -21,32 +21,32 @@ class GSSConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  the trainer adds it to a list
 
     model: dict[str, Any] | None = None
-    """Fields of `gss.ModelConfig` by name, nested as there; what is not named has its default."""
+    """Fields of `gss.ModelConfig` by name, nested as there; missing ones have their defaults."""
     bos_token_id: int | None = None
-    """First input of every document: the end-of-document id, which is what training puts there."""
+    """First input of every document: the end-of-document id, as in training."""
     eos_token_id: int | list[int] | None = None
     """Ends a document, and a generation."""
     pad_token_id: int | None = None
-    """Fills short rows; never read where the attention mask is 0."""
+    """Pads short rows; ignored where the attention mask is 0."""
     use_cache: bool = True
-    """Whether a forward outside training returns the state after it."""
+    """Whether a forward pass outside training returns the state after it."""
     loss_without_logits: bool = False
-    """In training, make the loss a few rows of logits at a time and return no logits: saves most of the memory when
-    the vocabulary is large. Off by default, as some callers read the logits."""
+    """In training, compute the loss from a few rows of logits at a time and return no logits, which saves most of the
+    memory with a large vocabulary. Off by default, since some callers read the logits."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Whole and in order, so that a saved config says everything about the model.
+        # Complete and in order, so that a saved config describes the whole model.
         self.model = to_mapping(from_mapping(ModelConfig, self.model or {}))
         super().__post_init__(**kwargs)
 
     @classmethod
     def of(cls, config: ModelConfig, *, eos_token_id: int | None = None, **fields: Any) -> "GSSConfig":
-        """The configuration of one of our models; one id begins documents, ends them and pads."""
+        """The configuration of one of our models; one id begins and ends documents and serves as padding."""
         ids = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
         return cls(model=to_mapping(config), **{**ids, **fields})
 
     def model_config(self) -> ModelConfig:
-        """The configuration as the rest of this library knows it."""
+        """The configuration as a `ModelConfig`."""
         return from_mapping(ModelConfig, self.model or {})
 
     @property

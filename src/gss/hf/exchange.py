@@ -1,7 +1,6 @@
-"""A run folder as a folder of `transformers`, and back: the same weights to the bit, the same vocabulary.
+"""Export a run folder for `transformers`, and import it back, with identical weights and vocabulary.
 
-Either folder is written beside its place and renamed, so that it is there whole or not at all. Knows both layouts;
-what the weights and ids mean is the model's and the tokenizer's.
+Folders are written aside and renamed, so that they exist completely or not at all.
 """
 
 from pathlib import Path
@@ -35,7 +34,7 @@ __all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
 
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
-    """Write the model of a run for `transformers`: its newest good checkpoint, or the one of a step."""
+    """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
     require_new(target)
     model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
@@ -64,9 +63,9 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
 
 
 def _add_code(folder: Path) -> None:
-    """Name the classes to `transformers` where `gss.hf` was not imported: for those who trust the file, of one import.
+    """Let `transformers` find the classes without `import gss.hf`, for users who trust a file that only imports them.
 
-    A folder's code is the library's, of the version that is installed, and not a copy of it that would grow old.
+    The code is that of the installed library, not a copy that would go stale.
     """
     write_file(folder / f"{_MODULE}.py", _CODE)
     names = {
@@ -84,10 +83,10 @@ def _add_code(folder: Path) -> None:
 
 
 def import_folder(folder: str | Path, out: str | Path) -> Path:
-    """Make a run folder, which `gss.load` and the commands read, of a folder that `transformers` reads.
+    """Turn a folder that `transformers` reads into a run folder, which `gss.load` and the commands read.
 
-    Weights come back in float32, read as `gss.load` reads them; there is no optimizer state, so the run is not one to
-    go on training with `gss train`.
+    Weights become float32, read as `gss.load` reads them. There is no optimizer state, so `gss train` cannot resume the
+    run.
     """
     source, target = Path(folder), Path(out)
     require_new(target)
@@ -101,7 +100,7 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
             "they do not belong together"
         )
     with written_folder(target) as aside:
-        # The configuration last, over what the run's was: the model may have grown a vocabulary since.
+        # The model's configuration replaces the run's, since its vocabulary may have grown.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
         if known["data"]:
             write_json(aside / "data.json", known["data"])

@@ -1,7 +1,7 @@
 """`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`.
 
-Translates inputs, outputs and caches; the arithmetic, the weights' names below `model.` and the first weights are the
-language model's own. Knows nothing of run folders or vocabularies.
+Translates inputs, outputs and caches; arithmetic, parameter names (below `model.`) and initialization are those of the
+language model. Knows nothing of run folders or vocabularies.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ _IGNORED = -100  # the label that counts for nothing, by convention
 
 
 class GSSForCausalLM(PreTrainedModel, GenerationMixin):
-    """Next-token logits, loss and `generate`. The head is the embedding, one parameter: nothing is tied by name."""
+    """Next-token logits, loss and `generate`. Head and embedding are one parameter, so nothing is tied by name."""
 
     config_class = GSSConfig
     base_model_prefix = "model"
-    _is_stateful = True  # no going back by some tokens, so no assisted generation
-    # The embedding is used at both ends: the model stays on one device.
+    _is_stateful = True  # the state cannot be rewound, so there is no assisted generation
+    # The embedding is also the head, so the model stays on one device.
     _no_split_modules = ["LanguageModel"]  # noqa: RUF012  as the base class declares it
     # Also when loaded in half precision.
     _keep_in_fp32_modules_strict = ["state_space"]  # noqa: RUF012
@@ -44,11 +44,11 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: LanguageModel, *, eos_token_id: int | None = None) -> "GSSForCausalLM":
-        """A model of ours with the interface of `transformers`; the weights are shared, not copied."""
+        """Wrap one of our models; the weights are shared, not copied."""
         return cls(GSSConfig.of(model.config, eos_token_id=eos_token_id), model).train(model.training)
 
     def _keep_derived(self) -> None:
-        """Compute the buffers that follow from the configuration and are in no file, for `_init_weights` to fill in."""
+        """Compute the buffers that follow from the configuration and are not stored, for `_init_weights` to fill in."""
         if not any(module._non_persistent_buffers_set for module in self.model.modules()):
             return
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -58,11 +58,11 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
             module.derived_buffers = {name: filled.get_buffer(name) for name in names}
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding, which is the head as well."""
+        """The embedding, which is also the head."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Take another embedding, of any number of ids."""
+        """Replace the embedding by one with any number of ids."""
         assert isinstance(value, nn.Embedding)
         self.model.embedding = value
         self.model.config = override(self.model.config, {"vocab_size": value.num_embeddings})
@@ -70,7 +70,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Called for what a folder lacks, and for the rows of a grown vocabulary."""
+        """Initialize what a folder lacks, and the new rows of a larger vocabulary."""
         for name, value in module.__dict__.pop("derived_buffers", {}).items():
             module.get_buffer(name).copy_(value)
         if isinstance(module, nn.Embedding):
@@ -96,9 +96,9 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits [B, L, V] for tokens [B, L], the loss of `labels` and the cache after them.
 
         attention_mask     [B, L], or with a cache [B, columns + L]: 0 at padding, on either side of a row's tokens
-        past_key_values    what an earlier call returned; it is brought up to date
-        labels             the tokens themselves (they are shifted here), -100 where nothing counts
-        logits_to_keep     only the logits of the last so many positions, or of these; 0: all
+        past_key_values    the cache that an earlier call returned; it is updated in place
+        labels             the tokens themselves (they are shifted here), -100 where they do not count
+        logits_to_keep     return the logits of this many last positions, or of the given ones; 0: all
         """
         _refuse(inputs_embeds=inputs_embeds, **kwargs)
         if input_ids is None:
@@ -135,14 +135,14 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         return output if wants_dict else output.to_tuple()
 
     def _chunked_loss(self, hidden: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
-        """The same loss as from logits, without ever holding all of them; `items` counts the whole batch's labels."""
+        """The same loss without holding all logits at once; `items` is the number of labels in the whole batch."""
         targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         counted = targets != _IGNORED
         total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
         return total / (counted.sum() if items is None else items)
 
     def _mask(self, mask: Tensor, tokens: Tensor) -> Tensor:
-        """The columns of the mask that the tokens stand in: the last ones."""
+        """The last columns of the mask, which belong to the tokens."""
         if mask.ndim != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
             raise ValueError(
                 f"attention_mask must be [batch, length] like input_ids {list(tokens.shape)}, not {list(mask.shape)}"
@@ -159,7 +159,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Inputs of one forward inside `generate`."""
+        """The inputs of a forward pass in `generate`."""
         _refuse(inputs_embeds=inputs_embeds)
         if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
             raise ValueError(
@@ -169,9 +169,9 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         if not is_first_iteration and next_sequence_length == 1:
-            attention_mask = None  # what is chosen is never padding
+            attention_mask = None  # generated tokens are never padding
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
-        # Inputs may be kept on another device than the model's.
+        # Inputs may be on another device than the model.
         inputs = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         return {**inputs, **kwargs}
 
@@ -189,7 +189,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _refuse(**kwargs: Any) -> None:
-    """What would change the answer and is not there to be had."""
+    """Refuse arguments that would change the result and are not supported."""
     reasons = {
         "inputs_embeds": "the models read token ids only: give input_ids",
         "position_ids": "positions follow from the tokens read: leave it out, and read packed documents one a row",

@@ -1,9 +1,9 @@
-"""Batches with padding, read as if every row were alone.
+"""Padded batches, read as if every row were alone.
 
-Our models have no mask: a row is its real tokens, wherever in it they stand. Without a state to keep, rows are moved
-to the left edge and read together: models are causal, so what comes after a row's end changes nothing before it. With
-a state, rows with the same extent are read together and their states joined, since a state must end at the row's
-last real token. Knows token ids, masks and states; nothing of `transformers`.
+Our models have no attention mask: a row consists of its real tokens. If no state is kept, rows are shifted to the left
+and read together; since models are causal, padding after a row's end has no effect on it. If a state is kept, rows with
+the same extent are read together and their states joined, since a state must end at the row's last real token. Knows
+nothing of `transformers`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from gss.nn.state import ModelState
 
 
 def extents(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the real tokens of each row [B, L] begin, and how many they are; refuses masks with holes."""
+    """The start and number of real tokens in each row [B, L]; refuses masks with holes."""
     real = mask != 0
     count = real.sum(1)
     first = real.long().argmax(1)
@@ -31,7 +31,7 @@ def extents(mask: Tensor) -> tuple[Tensor, Tensor]:
 def read_padded(
     model: LanguageModel, tokens: Tensor, mask: Tensor, state: ModelState | None, keep_state: bool
 ) -> tuple[Tensor, ModelState | None]:
-    """The activations [B, L, E] of real tokens in place (what stands at padding means nothing), and the state after."""
+    """The activations [B, L, E] of real tokens in place (those of padding mean nothing), and the state after them."""
     first, count = extents(mask)
     if state is None and not keep_state:
         return _aligned(model, tokens, first), None
@@ -59,7 +59,7 @@ def _grouped(
     for (start, size), rows in groups.items():
         after = before.select(rows)
         if size:
-            # A fresh start where there is one: it is read in parallel without the cost of a carried state.
+            # Without a state the rows are read in parallel, without the cost of carrying one.
             hidden, read = model.hidden(tokens[rows, start : start + size], None if state is None else after)
             assert read is not None
             after = read

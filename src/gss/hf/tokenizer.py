@@ -1,8 +1,8 @@
-"""Our vocabularies as tokenizers of `transformers`, id for id, and back.
+"""Our vocabularies as tokenizers of `transformers` with identical ids, and back.
 
-Bytes and `tokenizer.json` become fast tokenizers, a plain `tokenizer.json` that loads anywhere. A SentencePiece model
-stays one, in a class of ours: no fast tokenizer gives its ids for every text. All of them put the end-of-document id
-in front of a text, as training does, and read special tokens' names inside a text as text, as `gss` does.
+Byte and `tokenizer.json` vocabularies become fast tokenizers, a plain `tokenizer.json` that loads anywhere. A
+SentencePiece model stays one, in a class of ours, since no fast tokenizer gives its ids for every text. All of them put
+the end-of-document id in front of a text, as in training, and treat names of special tokens inside a text as text.
 """
 
 import json
@@ -16,20 +16,21 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.io.files import read_json
 
 BYTE_EOS = "<|endoftext|>"
-"""The name that id 256 of the byte vocabulary gets; it has none of its own."""
+"""The name of id 256 of the byte vocabulary, which has none of its own."""
 VOCABULARY = "vocabulary"
-"""Folder of an exported model that holds our own form of the vocabulary, so that it comes back with its hash."""
+"""The folder in an exported model with the vocabulary in our own format, so that its hash is kept."""
 _INPUTS = ["input_ids", "attention_mask"]
 
 
 def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
-    """A tokenizer of ours as one of `transformers`: the same ids for every text, with the first input in front."""
+    """One of our tokenizers for `transformers`: the same ids for every text, after the end-of-document id."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         return GSSSentencePieceTokenizer(content=tokenizer.content, eos_token=tokenizer.eos)
     if isinstance(tokenizer, ByteTokenizer):
@@ -41,7 +42,7 @@ def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
         fast.no_padding()
     else:
         raise ValueError(f"a vocabulary of kind {tokenizer.kind!r} has no counterpart in transformers")
-    # Whatever else the file puts around texts: training saw the end-of-document id and nothing more.
+    # Replaces the file's own post-processor: training saw the end-of-document id and nothing else.
     fast.post_processor = TemplateProcessing(
         single=f"{eos} $A", pair=f"{eos} $A $B:1", special_tokens=[(eos, tokenizer.eos_id)]
     )
@@ -58,13 +59,9 @@ def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """UTF-8 bytes as ids 0 … 255 in the form of the tokenizers library: byte-level BPE without a merge."""
-    # The library writes a byte as a printable character: those that are one as themselves, the others from U+0100 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(0x100 + number) for number, byte in enumerate(others)}
-    fast = tokenizers.Tokenizer(BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    """UTF-8 bytes as ids 0 … 255 for the tokenizers library: byte-level BPE without merges."""
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
+    fast = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = ByteLevelDecoder()
     fast.add_special_tokens([BYTE_EOS])
@@ -72,7 +69,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 class GSSSentencePieceTokenizer(PreTrainedTokenizer):
-    """A SentencePiece model read by the same code as in training."""
+    """A SentencePiece model, read by the same code as in training."""
 
     vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012  the base class declares a plain mapping
     model_input_names = _INPUTS
@@ -117,7 +114,7 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         return str(self._names.id_to_piece(index))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of pieces; the end of a document is shown by its name."""
+        """The text of pieces; an end of a document appears as its name."""
         documents: list[list[int]] = [[]]
         for index in map(self._convert_token_to_id_with_added_voc, tokens):
             if index == self.pieces.eos_id:
@@ -134,10 +131,10 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
 
 
 def read_vocabulary(folder: Path) -> Tokenizer:
-    """Our form of the vocabulary of a folder that `transformers` reads.
+    """The vocabulary of a folder that `transformers` reads, as one of our tokenizers.
 
-    An exported folder has it as it was, with the hash of the training data's; one that `save_pretrained` wrote has
-    the tokenizer's own files only.
+    An exported folder contains the original, with the hash of the training data's; one that `save_pretrained` wrote has
+    only the tokenizer's own files.
     """
     if (folder / VOCABULARY / DESCRIPTION).is_file():
         return load_tokenizer(folder / VOCABULARY)
@@ -155,7 +152,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 
 
 def _is_byte_level(path: Path) -> bool:
-    """Whether a tokenizer.json is what the byte vocabulary becomes."""
+    """Whether a tokenizer.json is the exported byte vocabulary."""
     ours = json.loads(byte_level().to_str())
     found = read_json(path)
     return all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens"))

@@ -1,4 +1,4 @@
-"""What is on disk and on which device: atomic files, checkpoints, run folders, states, devices.
+"""Files and devices: atomic files, checkpoints, run folders, states.
 
-Reading a run needs nothing of training. `files` knows nothing of models and imports no torch: any part may use it.
+Reading a run needs nothing of training. `files` knows nothing of models and imports no torch, so any part may use it.
 """

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: written aside and renamed, hashed, verified before use, kept by a rule.
+"""Checkpoints on disk: written aside and renamed, hashed, and verified before use.
 
     checkpoints/step-00001000/model.safetensors  optimizer.safetensors  [lanes.safetensors]  trainer.json  manifest.json
 
-A folder with such a name is either complete or damaged: it only gets its name after everything in it has reached
-the disk. The manifest holds the size and SHA-256 of every file, and its own. Knows tensors and plain data; what
-they mean is the caller's. Nothing here can run code from a file: safetensors and JSON, no pickle.
+A folder with such a name is either complete or damaged: it gets its name only after everything in it has reached the
+disk. The manifest holds the size and SHA-256 of every file, and its own hash. Safetensors and JSON only: nothing here
+can run code from a file.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ _FORMAT = 1
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint whose files are not what was written."""
+    """A checkpoint whose files differ from what was written."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     path: Path
     step: int
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], trainer: Mapping[str, Any]) -> Path:
-    """Write a checkpoint; returns its path. On any failure nothing is left behind that could be taken for one."""
+    """Write a checkpoint and return its path. A failure leaves nothing behind that could be mistaken for one."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:08d}"
     aside = folder / f"{_ASIDE}{final.name}-{os.getpid()}"
@@ -71,7 +71,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
             path.chmod(usual)  # safetensors makes files that nobody else may read
             sync(path)
         sync(aside)
-        if final.exists():  # a damaged one, or one of a run that was put back to an earlier step
+        if final.exists():  # damaged, or of a run that was set back to an earlier step
             _retire(final)
         aside.rename(final)
         sync(folder)
@@ -88,9 +88,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
 
 
 def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written; DamagedCheckpointError for any other.
+    """The manifest of an intact checkpoint; DamagedCheckpointError if any file differs from what was written.
 
-    With `groups` the contents of other groups' files are not read: they may be many times as large.
+    With `groups`, the contents of other groups, which may be many times as large, are not read.
     """
     manifest = _read_manifest(path)
     found = {entry.name for entry in path.iterdir()} - {MANIFEST}
@@ -101,7 +101,7 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
         try:
             size = (path / name).stat().st_size
             if not (path / name).is_file():
-                wrong.append(f"{name} is no file")
+                wrong.append(f"{name} is not a file")
             elif size != expected["size"]:
                 wrong.append(f"{name} has {size} bytes instead of {expected['size']}")
             elif _wanted(name, groups) and file_facts(path / name)["sha256"] != expected["sha256"]:
@@ -114,7 +114,7 @@ def verify(path: Path, groups: Collection[str] | None = None) -> dict[str, Any]:
 
 
 def load(path: Path, groups: Collection[str] | None = None, *, verified: bool = False) -> Checkpoint:
-    """A checkpoint, or some groups of it, on the CPU; verified here unless it has been already."""
+    """A checkpoint, or some of its groups, on the CPU; verified first unless it has been already."""
     manifest = _read_manifest(path) if verified else verify(path, groups)
     try:
         tensors = {
@@ -141,7 +141,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_good(folder: Path, groups: Collection[str] | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies (see `verify`), and what is wrong with each newer one."""
+    """The newest intact checkpoint (see `verify`), and what is wrong with each newer one."""
     damaged = []
     for path in reversed(checkpoints(folder)):
         try:
@@ -156,7 +156,7 @@ def newest_good(folder: Path, groups: Collection[str] | None = None) -> tuple[Pa
 def retain(folder: Path, newest: int, keep_last: int, keep_every: int | None) -> None:
     """Of the checkpoints up to step `newest`, delete all but the last few and those at multiples of `keep_every` steps.
 
-    Later ones are damaged, or of a run that was put back: they count for nothing, and are written over in their turn.
+    Later ones are damaged, or of a run that was set back; they are ignored here and will be overwritten.
     """
     for path in [path for path in checkpoints(folder) if step_of(path) <= newest][:-keep_last]:
         if keep_every is None or step_of(path) % keep_every:
@@ -164,7 +164,7 @@ def retain(folder: Path, newest: int, keep_last: int, keep_every: int | None) ->
 
 
 def clean(folder: Path) -> None:
-    """Delete what an interrupted save or deletion has left aside. Only for the one process that writes there."""
+    """Delete the leftovers of an interrupted save or deletion. Only for the one process that writes there."""
     if folder.is_dir():
         for path in folder.iterdir():
             if path.name.startswith(_ASIDE):
@@ -172,7 +172,7 @@ def clean(folder: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name: how many steps had been taken."""
+    """The number of steps taken, from a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named like a checkpoint (step-00001000)")
@@ -180,7 +180,7 @@ def step_of(path: Path) -> int:
 
 
 def _retire(path: Path) -> None:
-    """Delete a checkpoint so that it is never seen half-deleted under its name."""
+    """Delete a checkpoint without ever leaving it half-deleted under its name."""
     aside = path.with_name(f"{_ASIDE}{path.name}-{os.getpid()}-old")
     remove(aside)
     path.rename(aside)
@@ -200,7 +200,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         written = read_whole(path / MANIFEST)
         manifest: dict[str, Any] = json.loads(written)
-        # Written again from what was read, it must be the same to the byte: no change anywhere goes unseen.
+        # Rewriting what was read must give the same bytes, so that no change goes unnoticed.
         intact = written == _manifest(manifest["step"], manifest["files"]) and manifest["step"] == step_of(path)
         intact &= all({"size", "sha256"} <= facts.keys() for facts in manifest["files"].values())
     except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Which device a model runs on."""
+"""The device that a model runs on."""
 
 import torch
 
@@ -6,7 +6,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a config's name: cpu, cuda or auto."""
+    """The device for a name in a configuration: cpu, cuda or auto."""
     if name not in DEVICES:
         raise ValueError(f"device cannot be {name!r}; choose from: {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Files and folders that are never half-written under their names; locks; JSON that every reader takes.
+"""Atomic files and folders, locks, and strict JSON, on Linux, macOS and Windows. Imports no torch.
 
-Everything is written aside and renamed once it has reached the disk, on Linux, macOS and Windows. Imports no torch.
+Everything is written aside and renamed once it has reached the disk.
 """
 
 import errno
@@ -20,22 +20,22 @@ _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT",
 
 
 def write_file(path: str | Path, content: bytes | str) -> None:
-    """Write a file whole or not at all; text is written as UTF-8 with `\\n` at the ends of lines."""
+    """Write a file completely or not at all; text is UTF-8 with `\\n` line endings."""
     with written_file(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: str | Path, values: Any) -> None:
-    """Write plain data as JSON for people to read."""
+    """Write plain data as indented JSON."""
     write_file(path, json.dumps(values, indent=2) + "\n")
 
 
 @contextmanager
 def written_file(path: str | Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` if all went well and is deleted if not."""
+    """A path to write to, which is renamed to `path` on success and deleted on failure."""
     target = Path(path)
     aside = _aside(target)
-    aside.unlink(missing_ok=True)  # a link of that name, in a folder from elsewhere, would be followed
+    aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
     try:
         yield aside
         sync(aside)
@@ -52,7 +52,7 @@ def require_new(target: Path) -> None:
 
 @contextmanager
 def written_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name if all went well and is deleted if not."""
+    """A folder to fill, which is renamed to `target` on success and deleted on failure."""
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(target)
@@ -62,7 +62,7 @@ def written_folder(target: Path) -> Iterator[Path]:
         with explained_full_disk(target, "nothing is left of it"):
             yield aside
             if target.is_dir():
-                target.rmdir()  # empty; Windows renames onto nothing that is there
+                target.rmdir()  # empty; Windows does not rename onto an existing folder
             aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -70,7 +70,7 @@ def written_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
-    """Say what to do, and what is left of the work, where an error says that there is no room."""
+    """Explain what to do, and what is left of the work, when the disk is full."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """The contents of a regular file; refused where it is so large that reading it could be an attack."""
+    """The contents of a regular file; refused if it is so large that reading it could be an attack."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > _LARGEST:
@@ -106,7 +106,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def file_facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
-    """A file's size and SHA-256, which is read from its contents unless it is known."""
+    """A file's size and SHA-256, which is computed unless it is given."""
     if sha256 is None:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,7 +114,7 @@ def file_facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Plain data for JSON, which has no NaN and no infinity: null in their places."""
+    """Plain data for JSON, with null in place of NaN and infinity."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -123,7 +123,7 @@ def finite(value: Any) -> Any:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link (never what it leads to) or a folder with everything in it, if it exists."""
+    """Delete a file, a link (never its target) or a folder with its contents, if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -131,11 +131,11 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Windows has no such wait for folders."""
+    """Flush a file, or the entries of a folder, to disk. Windows cannot flush folders."""
     if sys.platform == "win32":
         if path.is_dir():
             return
-        flags = os.O_RDWR  # it flushes only what may be written
+        flags = os.O_RDWR  # Windows flushes only files that are open for writing
     else:
         flags = os.O_RDONLY
     descriptor = os.open(path, flags)
@@ -146,7 +146,7 @@ def sync(path: Path) -> None:
 
 
 def lock(file: IO[Any]) -> None:
-    """Take a file for this process alone until it is closed; OSError where another process has it."""
+    """Lock a file for this process until it is closed; OSError if another process holds it."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -1,11 +1,11 @@
-"""Reading a run folder: its config, its weights, its metrics. So is a folder that `gss export` wrote, weights only.
+"""Reading a run folder: configuration, weights and metrics. Also reads folders that `gss export` wrote (weights only).
 
     config.json        the resolved configuration        environment.json  versions, machine, command
     data.json          which data, by hash               tokenizer/        the vocabulary
     metrics.jsonl      a row per step, and evaluations   samples/          text by step
     checkpoints/       see `checkpoint`
 
-Needs nothing of training, and reads no more of a checkpoint than the weights.
+Needs nothing of training, and reads only the weights of a checkpoint.
 """
 
 import json
@@ -29,16 +29,16 @@ from gss.nn.lora import merged
 from gss.nn.quantized import expect
 from gss.nn.state import ModelState
 
-# Of one sequence: no model has a state many times as large as its weights.
+# Of one sequence: no real model has a state many times as large as its weights.
 _STATE_BYTES = 1 << 28
-# Characters; rows of metrics are never near it.
+# Characters; no row of metrics comes near it.
 _LONGEST_ROW = 1 << 20
 EXPORTED = "gss.json"
-"""In a folder of `transformers`: what it has no place for of the run, the step, the configuration and the data."""
+"""In an exported folder: the step, the configuration and the data of the run, which `transformers` has no place for."""
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """What a run folder's config.json says, the model at least."""
+    """The contents of a run folder's config.json, which describes at least the model."""
     path = run / "config.json"
     if not path.is_file():
         raise ValueError(f"{run} is not a run folder: it has no config.json (`gss train --out` makes one)")
@@ -51,7 +51,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def read_exported(folder: Path) -> dict[str, Any]:
-    """What a folder of `transformers` keeps of the run that it is from, as far as it does: step, config and data."""
+    """The step, configuration and data of the run that an exported folder comes from, as far as they are recorded."""
     path = folder / EXPORTED
     known = {"step": 0, "config": {}, "data": {}, **read_json(path)}
     step = known["step"]
@@ -64,9 +64,9 @@ def read_exported(folder: Path) -> dict[str, Any]:
 
 
 def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tuple[LanguageModel, int]:
-    """A run's model in evaluation mode, and the step of its weights: the newest good ones, or those of a step.
+    """A run's model in evaluation mode and the step of its weights: the newest intact checkpoint, or that of a step.
 
-    What LoRA learned is merged into the weights, and a first state that was tuned is the model's.
+    LoRA updates are merged into the weights, and a tuned first state becomes the model's.
     """
     path, tensors, step = _exported(run) if config.get("model_type") == "gss" else _newest(run, step)
     described = from_mapping(ModelConfig, config["model"])
@@ -104,7 +104,7 @@ def _newest(run: Path, step: int | None) -> tuple[Path, dict[str, Tensor], int]:
 
 
 def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
-    """The weights in a folder of `transformers`, under the names that they have in a run, and the run's step."""
+    """The weights in an exported folder, under the names that they have in a run, and the run's step."""
     tensors: dict[str, Tensor] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -114,7 +114,7 @@ def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
         )
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a file")
         try:
             tensors |= {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
         except SafetensorError as error:
@@ -123,10 +123,10 @@ def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
 
 
 def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether weights of these shapes are a model's, found out before anything of the model's size is made.
+    """Whether weights of these shapes belong to a model, checked before anything of the model's size is allocated.
 
-    A config may name any sizes; the header of the weights' file names those that are there. Sizes that no weight has,
-    such as a window's, show in the state.
+    A config may claim any size, whereas the header of the weight file gives the actual ones. Sizes that no weight has,
+    such as that of a window, show in the state.
     """
     blocks = config.recurrent.blocks if "feedback" in config.kinds else 1
     if max(config.depth * blocks, config.dss_mixers if "dss" in config.kinds else 0) > len(shapes):
@@ -144,7 +144,7 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Tensors without storage have no values to draw; torch would import its compiler to draw none."""
+    """Skip random initialization on the meta device, for which torch would import its compiler."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):
@@ -153,7 +153,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; one that is not a row, as when a kill cut it short, ends them."""
+    """The rows of a metrics file, up to the first that is malformed, such as one that a kill cut short."""
     rows: list[dict[str, Any]] = []
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         while line := file.readline(_LONGEST_ROW):
@@ -168,8 +168,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def training_summary(rows: Sequence[Mapping[str, Any]], batch_tokens: int) -> dict[str, float]:
-    """What a run's rows of training say: the seconds of its steps over all starts, the median of their tokens per
-    second, and the mean loss of the last twentieth of them."""
+    """A summary of a run's training rows: seconds of all steps over all starts, median tokens per second, and the mean
+    loss of the last twentieth of the steps."""
     speeds = [row["tokens_per_second"] for row in rows]
     return {
         "seconds": sum(batch_tokens / speed for speed in speeds),

@@ -1,4 +1,4 @@
-"""States in files: what a model has read, or a first state that was tuned. Safetensors, opened in milliseconds."""
+"""Model states in safetensors files: what a model has read, or a tuned first state."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values of the same shape, and the step between neighbouring ones for each block of them."""
+    """int8 values of the same shape, and the scale of each block."""
     blocks = _blocks(values.float())
     scale = blocks.abs().amax(1) / 127
     whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)

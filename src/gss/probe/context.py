@@ -1,9 +1,9 @@
-"""How far back a model looks: the loss of the same target tokens by how much of their own document comes before.
+"""How far back a model looks: the loss of the same targets as a function of how much of their document comes before.
 
-A block is some consecutive targets of a document. It is read after 1, 2, 4, … true tokens up to the longest context,
-in two ways: from a fresh start at the first of them; and after another document's tokens that fill the window up to
-the longest context, so that length and position are the same and only what is true differs. There is nothing between
-the other document's tokens and the true ones. Everything is read in pieces with the state carried, which is exact.
+A block consists of consecutive targets of a document. It is read after 1, 2, 4, … true tokens up to the longest
+context, in two ways: from an empty state at the first of them; and after another document's tokens that fill the window
+up to the longest context, so that length and position stay the same and only the share of true tokens changes. Nothing
+separates the other document's tokens from the true ones. Everything is read in pieces with the state carried, exactly.
 """
 
 import math
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from gss.lm import LM
 
 MOST = 1 << 20
-"""The longest context that is chosen without being asked for."""
+"""The longest context that is chosen by default."""
 UNBOUNDED_LIMIT = 16_384
-"""The longest for a model that keeps every token, whose cost grows with the square of it."""
+"""The longest context for a model that keeps every token, whose cost grows with its square."""
 SHARE = 0.05
-"""Of the whole gain from context: what the loss at the effective context may lack."""
-_ENOUGH = 8  # documents that reach it
+"""The share of the whole gain from context that may be missing at the effective context."""
+_ENOUGH = 8  # documents that must reach the longest context
 _RESAMPLES = 1000
 
 Numbers = npt.NDArray[np.int64]
 
 
 class Block(NamedTuple):
-    """Targets `start` … of a document, and another document's place whose tokens before it may replace its context."""
+    """Targets of a document from `start` on, and the place in another document whose tokens replace their context."""
 
     document: int
     start: int
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextLoss:
-    """The targets' loss after `context` true tokens; errors are standard errors over documents."""
+    """The loss of the targets after `context` true tokens, with standard errors over documents."""
 
     context: int
     loss: float
@@ -57,12 +57,12 @@ class ContextLoss:
     excess: float
     """Over the loss with the longest context, on the same targets."""
     excess_error: float
-    """Of the excess, paired."""
+    """Of the excess, paired by document."""
 
 
 @dataclass(frozen=True)
 class ContextProbe:
-    """How the loss of the same targets depends on what is before them."""
+    """How the loss of the same targets depends on what comes before them."""
 
     split: str
     documents: int
@@ -70,22 +70,22 @@ class ContextProbe:
     tokens: int
     """Targets, each scored once for every context."""
     by_position: tuple[PositionLoss, ...] = field(repr=False)
-    """Of whole documents, the state carried; of windows of the longest context where the state is unbounded."""
+    """Over whole documents with the state carried; over windows of the longest context if the state is unbounded."""
     fresh: tuple[ContextLoss, ...]
-    """Read from a fresh start at the first true token."""
+    """Read from an empty state at the first true token."""
     replaced: tuple[ContextLoss, ...]
-    """Read after another document's tokens, the window as long for every context."""
+    """Read after another document's tokens, with the same window for every context."""
     effective_context: int | None
-    """The smallest context from which on `replaced` lacks at most 5% of its whole gain, from the shortest context to
-    the longest; None where that gain is under two of its standard errors."""
+    """The smallest context from which on `replaced` is within 5% of its whole gain (from the shortest context to the
+    longest); None if that gain is below two standard errors."""
     effective_interval: tuple[int, int]
-    """The interval of 95% of effective contexts when documents are resampled."""
+    """The central 95% of effective contexts when documents are resampled."""
     effective_error: float
     """Their standard deviation, in doublings."""
 
 
 def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
-    """Powers of two times the shortest, and the longest."""
+    """The shortest context, doubled repeatedly, up to the longest."""
     if not 1 <= shortest < longest:
         raise ValueError(f"contexts go from at least 1 token to more: not from {shortest} to {longest}")
     count = math.ceil(math.log2(longest / shortest))
@@ -93,7 +93,7 @@ def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
 
 
 def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
-    """The largest power of two, at most 1M, that eight documents, or half of under 16, have before some targets."""
+    """The largest power of two, up to 1M, that eight documents (or half of fewer than 16) have before the targets."""
     ordered = sorted((int(length) for length in lengths), reverse=True)
     wanted = min(_ENOUGH, max(2, len(ordered) // 2))
     room = ordered[wanted - 1] - targets if len(ordered) >= wanted else 0
@@ -108,9 +108,9 @@ def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
 def choose_blocks(
     lengths: Sequence[int] | Numbers, longest: int, targets: int, per_document: int, max_documents: int
 ) -> list[Block]:
-    """Blocks of targets that have the longest context before them, spread over each of the first documents with room.
+    """Blocks of targets with the longest context before them, spread over each of the first documents with room.
 
-    What replaces a block's context comes from the next of these documents, the last one's from the first.
+    The replacement context of a block comes from the next of these documents, that of the last from the first.
     """
     places: list[tuple[int, list[int]]] = []
     for document, length in enumerate(lengths):
@@ -149,11 +149,11 @@ def probe_context(
     """Measure how the loss of a fixed set of targets depends on the true tokens before them.
 
     longest             the longest context; None: that of `shared_longest`
-    targets             consecutive targets of a block
-    per_document        blocks of a document, at most; `max_documents`: documents, at most
-    unbounded_limit     the longest context for a model that keeps every token; the targets are the same for it
+    targets             consecutive targets in a block
+    per_document        the most blocks per document; `max_documents`: the most documents
+    unbounded_limit     the longest context for a model that keeps every token, on the same targets
     position_tokens     tokens of whole documents that are scored by position
-    report              called with the tokens read so far and in all
+    report              called with the number of tokens read so far and in total
 
     The other arguments are those of `gss.evaluate`.
     """
@@ -204,13 +204,13 @@ def probe_context(
 def block_losses(
     model: LanguageModel, own: Numbers, other: Numbers, contexts: list[int], targets: int, piece: int
 ) -> npt.NDArray[np.float64]:
-    """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets], after each number of
-    true ids; before these come the first of `other` [B, window], as many as are missing, or nothing if it is empty."""
+    """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets] after each number of
+    true ids. The first ids of `other` [B, window] fill the window before them, unless it is empty."""
     device, window = model.device, own.shape[1] - targets
     state: ModelState | None = None
     read = 0
     sums = np.zeros((len(own), len(contexts)))
-    for column in reversed(range(len(contexts))):  # the longest first: what is replaced only grows, and is read once
+    for column in reversed(range(len(contexts))):  # longest first: the replaced part only grows, and is read once
         context = contexts[column]
         wanted = min(window - context, other.shape[1])
         for first in range(read, wanted, piece):
@@ -226,9 +226,9 @@ def block_losses(
 def effective_context(
     contexts: Sequence[int], losses: npt.NDArray[np.float64], counts: Numbers
 ) -> tuple[int | None, tuple[int, int], float]:
-    """The effective context, the interval of 95% of those of documents drawn again, and their spread in doublings.
+    """The effective context, the central 95% of those of resampled documents, and their spread in doublings.
 
-    losses [documents, contexts] are sums over each document's targets, counts how many targets these are.
+    losses [documents, contexts] are sums over each document's targets, counts the numbers of targets.
     """
     documents = len(counts)
     weights = np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), _RESAMPLES)
@@ -238,7 +238,7 @@ def effective_context(
     gain = excess[:, :1]
     within = excess <= SHARE * gain
     lasting = np.logical_and.accumulate(within[:, ::-1], axis=1)[:, ::-1]
-    # Without a gain the longest context is worth no more than the shortest.
+    # Without a gain, the longest context is no better than the shortest.
     found = np.where(gain[:, 0] > 0, np.asarray(contexts)[lasting.argmax(1)], contexts[0])
     low, high = np.quantile(found[1:], [0.025, 0.975], method="inverted_cdf").tolist()
     known = gain[0, 0] > 2 * standard_error(losses[:, 0] - losses[:, -1], counts)
@@ -256,14 +256,14 @@ def _rows(contexts: list[int], losses: npt.NDArray[np.float64], counts: Numbers)
 
 
 def _by_document(losses: npt.NDArray[np.float64], member: Any) -> npt.NDArray[np.float64]:
-    """Rows of blocks added up by the document that each is a member of."""
+    """The rows of blocks, summed by document."""
     sums = np.zeros((int(member.max()) + 1, losses.shape[1]))
     np.add.at(sums, member, losses)
     return sums
 
 
 def _ids(dataset: Dataset, places: list[tuple[int, int, int]]) -> Numbers:
-    """Tokens start … stop − 1 of documents, a row for each."""
+    """Tokens start … stop − 1 of each (document, start, stop), as rows."""
     begins = dataset.starts
     return np.stack([dataset.tokens[begins[d] + start : begins[d] + stop] for d, start, stop in places]).astype(
         np.int64

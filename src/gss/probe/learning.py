@@ -1,6 +1,6 @@
-"""Train a small model on a generated task, and see how often it is right on fresh sequences, longer ones too.
+"""Train a small model on a generated task and measure its accuracy on new sequences, longer ones included.
 
-Batches are drawn as they are needed, a function of the seed and the step; the step is that of `gss train`.
+Batches are a function of the seed and the step; the training step is that of `gss train`.
 """
 
 import itertools
@@ -24,11 +24,11 @@ from gss.training import OptimizerConfig, TrainConfig
 from gss.training.distributed import World
 from gss.training.step import Stepper
 
-_TRAINING, _TEST = 0, 1  # streams of draws
+_TRAINING, _TEST = 0, 1  # random streams
 
 
 class Stage(NamedTuple):
-    """Training steps on easier sequences, before those of the task itself."""
+    """A stage of the curriculum: training steps on easier sequences before the task itself."""
 
     items: int
     length: int
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthAccuracy:
-    """How often the likeliest token is the right one, in fresh sequences of a length."""
+    """How often the likeliest token is correct, in new sequences of one length."""
 
     length: int
     sequences: int
@@ -49,7 +49,7 @@ class LengthAccuracy:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of training on a task."""
+    """The result of training on a task."""
 
     task: str
     items: int
@@ -70,7 +70,7 @@ class TaskResult:
 
 
 def task_optimizer(config: ModelConfig, steps: int, name: str = "muon", rate: float = 3.2e-3) -> OptimizerConfig:
-    """The optimizer for so few steps: a tenth of them warm-up, the embedding at a rate that fits its first size."""
+    """An optimizer for short runs: a tenth of the steps as warm-up, the embedding's rate scaled to its initial size."""
     factor = max(1.0, math.sqrt(config.width) * config.embedding_std)
     changes = {"name": name, "learning_rate": rate, "warmup_steps": steps // 10, "embedding_factor": factor}
     return override(OptimizerConfig(), changes)
@@ -93,21 +93,21 @@ def train_on_task(
     precision: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> TaskResult:
-    """Train a model of a config (its vocabulary becomes the task's) and test it at `length` and other lengths.
+    """Train a model (with the vocabulary of the task) and test it at `length` and other lengths.
 
-    steps           all of them, those of the curriculum too
+    steps           the total number, including those of the curriculum
     rows            sequences per step
-    curriculum      what the first steps are on instead
-    lengths         further lengths to test at, with `sequences` fresh sequences each
-    stretch         after training, every time constant of the GSS2 layers is multiplied by this
+    curriculum      easier stages for the first steps
+    lengths         further lengths to test at, with `sequences` new sequences each
+    stretch         multiplies every time constant of the GSS2 layers after training
     optimizer       None: Muon, see `task_optimizer`
-    report          called with the steps taken and in all
+    report          called with the number of steps taken so far and in total
     """
     if min(rows, sequences) < 1:
         raise ValueError("rows and sequences must be at least 1")
     stages = _stages(curriculum, Stage(task.items, length, rows, steps))
     for items, wanted in [(stage.items, stage.length) for stage in stages] + [(task.items, other) for other in lengths]:
-        replace(task, items=items).draw(0, 1, wanted)  # refuses what is too short before any training
+        replace(task, items=items).draw(0, 1, wanted)  # refuses lengths that are too short before any training
     config = override(config, {"vocab_size": task.vocabulary})
     optimizer = optimizer or task_optimizer(config, steps)
     longest, most = max(stage.length for stage in stages), max(stage.rows for stage in stages)
@@ -141,7 +141,7 @@ def train_on_task(
 
 
 def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
-    """All stages: the last one, the task's own, has the steps that are left."""
+    """All stages; the last one, the task itself, gets the remaining steps."""
     left = last.steps - sum(stage.steps for stage in curriculum)
     if left < 1:
         raise ValueError(f"the curriculum takes {last.steps - left:,} steps and there are {last.steps:,}: add some")
@@ -151,7 +151,7 @@ def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
 
 
 def _to_stretch(model: LanguageModel, factor: float) -> list[KeyedStateSpace]:
-    """The state spaces whose time constants a factor multiplies; 1 is for any model."""
+    """The state spaces whose time constants can be multiplied by a factor; a factor of 1 is allowed for any model."""
     spaces = [layer.state_space for layer in model.layers if isinstance(layer, GSS2Layer)]
     if not (factor == 1 or (spaces and 0 < factor < math.inf)):
         raise ValueError(f"the time constants of GSS2 layers can be multiplied by a positive number, not {factor!r}")
@@ -169,7 +169,7 @@ def task_accuracy(
     piece: int = PIECE,
     batch_tokens: int = 65_536,
 ) -> LengthAccuracy:
-    """How often a model, in evaluation mode, is right in fresh sequences, read in pieces with the state carried."""
+    """The accuracy of a model in evaluation mode on new sequences, read in pieces with the state carried."""
     rows = max(1, batch_tokens // min(piece, length))
     right = []
     for first in range(0, sequences, rows):
@@ -188,7 +188,7 @@ def task_accuracy(
 def _batch(
     task: Task, seed: tuple[int, ...], rows: int, length: int, step: int, stepper: Stepper
 ) -> Batch[torch.Tensor]:
-    """Every token is read, and the next one is its target; the last has none."""
+    """A batch in which the target of every token is the next one; the last has none."""
     tokens, mask = task.draw(seed, rows, length)
     starts = np.zeros_like(mask)
     starts[:, 0] = True

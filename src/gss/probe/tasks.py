@@ -1,7 +1,7 @@
-"""Generated tasks that only memory solves, as pure functions of a seed.
+"""Generated tasks that require memory, as pure functions of a seed.
 
-Each gives tokens [rows, length] and a mask of the same shape: which tokens count as targets, to be predicted from those
-before them. Sizes: `vocabulary` ids in all, and `items` to remember. Knows nothing of models.
+Each returns tokens [rows, length] and a mask of the same shape that says which tokens are targets, to be predicted from
+those before them. There are `vocabulary` ids in all, and `items` to remember.
 
     induction           … ! a … ! a                 what followed the mark the last time
     selective-copying   … a … b … ! a b             the items among the noise, in order
@@ -27,7 +27,7 @@ class Draw(NamedTuple):
 
 
 def induction(seed: Seed, rows: int, length: int, vocabulary: int = 16, items: int = 1) -> Draw:
-    """Noise; in it a mark (the last id) and the tokens after it, which are asked for after the mark at the end."""
+    """Noise with a mark (the last id) and tokens after it, which must be repeated after the mark at the end."""
     _require(length, 2 * items + 2, vocabulary, 3)
     return _marked(
         np.random.default_rng(seed), rows, length, items, vocabulary - 1, (0, vocabulary - 1), vocabulary - 1
@@ -35,7 +35,7 @@ def induction(seed: Seed, rows: int, length: int, vocabulary: int = 16, items: i
 
 
 def passkey(seed: Seed, rows: int, length: int, vocabulary: int = 64, items: int = 5) -> Draw:
-    """Noise; in it a mark (id 10) and digits (ids 0 to 9), which are asked for after the mark at the end."""
+    """Noise with a mark (id 10) and digits (ids 0 to 9) after it, which must be repeated after the mark at the end."""
     _require(length, 2 * items + 2, vocabulary, 12)
     return _marked(np.random.default_rng(seed), rows, length, items, 10, (11, vocabulary), 10)
 
@@ -43,7 +43,7 @@ def passkey(seed: Seed, rows: int, length: int, vocabulary: int = 64, items: int
 def _marked(
     rng: np.random.Generator, rows: int, length: int, items: int, mark: int, noise: tuple[int, int], answers: int
 ) -> Draw:
-    """A mark and items under `answers` at a random place in noise, and again at the end."""
+    """A mark and items below `answers` at a random place in noise, and again at the end."""
     tokens = rng.integers(*noise, (rows, length))
     hidden = rng.integers(0, answers, (rows, items))
     place = rng.integers(0, length - 2 * items - 1, (rows, 1))
@@ -54,7 +54,7 @@ def _marked(
 
 
 def selective_copying(seed: Seed, rows: int, length: int, vocabulary: int = 16, items: int = 16) -> Draw:
-    """Items (ids from 2) among noise (id 0) at random places; after a mark (id 1), the items in order."""
+    """Items (ids from 2) at random places in noise (id 0); after a mark (id 1), the items in order."""
     _require(length, 2 * items + 1, vocabulary, 4)
     rng = np.random.default_rng(seed)
     content = rng.integers(2, vocabulary, (rows, items))
@@ -67,8 +67,8 @@ def selective_copying(seed: Seed, rows: int, length: int, vocabulary: int = 16, 
 
 
 def recall(seed: Seed, rows: int, length: int, vocabulary: int = 8192, items: int = 64) -> Draw:
-    """Pairs of distinct keys (the lower half of ids) and values (the upper half); then every key once more at a random
-    place, its value after it the target; values at random between."""
+    """Pairs of distinct keys (lower half of the ids) and values (upper half); then every key again at a random place,
+    followed by its value as the target; random values in between."""
     _require(length, 4 * items, vocabulary, 2 * items)
     rng, half = np.random.default_rng(seed), vocabulary // 2
     tokens = rng.integers(half, vocabulary, (rows, length))
@@ -83,14 +83,14 @@ def recall(seed: Seed, rows: int, length: int, vocabulary: int = 8192, items: in
 
 
 def _asked(tokens: npt.NDArray[np.int64], items: int) -> Draw:
-    """The last items count."""
+    """The tokens with the last `items` as targets."""
     mask = np.zeros(tokens.shape, bool)
     mask[:, -items:] = True
     return Draw(tokens, mask)
 
 
 def _distinct(rng: np.random.Generator, rows: int, among: int, count: int) -> npt.NDArray[np.int64]:
-    """Distinct numbers under `among` in random order, [rows, count]."""
+    """Distinct numbers below `among` in random order, [rows, count]."""
     chosen = rng.random((rows, among)).argpartition(count - 1, axis=1)[:, :count]  # sorting all would take far longer
     return rng.permuted(chosen, axis=1)
 
@@ -114,7 +114,7 @@ class Task:
     items: int
 
     def draw(self, seed: Seed, rows: int, length: int) -> Draw:
-        """Sequences of some length; the same for the same seed."""
+        """Sequences of a length, determined by the seed."""
         return self.function(seed, rows, length, self.vocabulary, self.items)
 
 
@@ -127,7 +127,7 @@ TASKS = {
 
 
 def make_task(name: str, items: int | None = None, vocabulary: int | None = None) -> Task:
-    """A task by its name; None leaves a size as it is."""
+    """A task by name; None keeps a default size."""
     if name not in TASKS:
         raise ValueError(f"there is no task {name!r}; choose from: {', '.join(TASKS)}")
     task = TASKS[name]

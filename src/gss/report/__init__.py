@@ -1,8 +1,8 @@
 """Reports on runs: one HTML file from what is in the run folders.
 
-runs (folders), scores (held-out) -> curves, spectra (figures as data), tables -> build -> page (HTML)
+runs (folders), scores (held-out) -> figures -> page (tables, HTML); theme has the looks
 """
 
-from gss.report.build import write_report
+from gss.report.page import write_report
 
 __all__ = ["write_report"]

@@ -1,7 +1,7 @@
-"""What a run folder says of itself, read once: settings, numbers by step, machine, data, samples, weights.
+"""The contents of a run folder: settings, metrics by step, machine, data, samples, weights.
 
-Parts that are not there (a run that was imported has no numbers by step, one that has just started no checkpoint) are
-None or empty; only a folder that is not a run at all is refused.
+Missing parts are None or empty (an imported run has no metrics, a new run no checkpoint); only a folder that is not a
+run is refused.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from gss.lm import LM, load
 
 @dataclass
 class RunRecord:
-    """A run folder's contents, and the name that it has in a report."""
+    """The contents of a run folder, and its name in the report."""
 
     folder: Path
     name: str
@@ -25,11 +25,11 @@ class RunRecord:
     """As in config.json."""
     model_config: ModelConfig
     training: list[dict[str, Any]] = field(default_factory=list)
-    """A row per step."""
+    """One row per step."""
     held_out: list[dict[str, Any]] = field(default_factory=list)
-    """A row per evaluation during training, and length."""
+    """One row per evaluation during training and length."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Of the run's first start."""
+    """Of the first start of the run."""
     data: dict[str, Any] = field(default_factory=dict)
     """As in data.json."""
     probe: dict[str, Any] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class RunRecord:
     sample: str | None = None
     """The newest text in samples/."""
     loaded: LM | None = None
-    """The newest good checkpoint; None where there is none."""
+    """The newest intact checkpoint, if there is one."""
     trouble: str = ""
     """Why there are no weights."""
 
     @property
     def preset(self) -> str:
-        """The preset's name; empty where that is not known."""
+        """The preset's name; empty if unknown."""
         return self.config.get("preset") or ""
 
     @property
@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Steps taken: the checkpoint's or the last row's, whichever is more."""
+        """Steps taken, according to the checkpoint or the last row, whichever is later."""
         kept = self.loaded.step if self.loaded else 0
         return max(kept, self.training[-1]["step"] if self.training else 0)
 
@@ -86,7 +86,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def read_runs(paths: list[Path]) -> list[RunRecord]:
-    """Several runs; where two folders have the same name, as much of their paths as tells them apart."""
+    """Several runs, each named by as much of its path as distinguishes it from the others."""
     if not paths:
         raise ValueError("no run to report on: give at least one run folder")
     places = [path.resolve() for path in paths]

@@ -1,7 +1,7 @@
-"""Held-out scores of a run: kept ones where there are, else computed within a budget, else why there are none.
+"""Held-out scores of a run: stored if there are any, else computed within a budget, else why there are none.
 
-Stored scores are in RUN/evaluations/, one file per split, step and corpus, in the form that `gss eval --json` prints. A
-report keeps there what it computes, so that the next one is quick.
+Scores are stored in RUN/evaluations/, one file per split, step and corpus, in the format of `gss eval --json`. A report
+stores what it computes there, so that the next one is quick.
 """
 
 import json
@@ -25,18 +25,18 @@ Show = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a run scores on held-out data, or why that is not known."""
+    """The scores of a run on held-out data, or why there are none."""
 
     result: Evaluation | None
     data: str | None = None
     """The hash of the data."""
     unigram_entropy: float | None = None
-    """Of the same split: nats per token of a guesser that knows only how often each id occurs."""
+    """Of the same split: nats per token of a model that knows only the frequency of each id."""
     missing: str = ""
 
 
 def same_tokens(scored: Sequence[Scores]) -> bool:
-    """Whether all runs that have scores were scored on the same tokens, so that their figures compare."""
+    """Whether all scored runs were scored on the same tokens, so that their scores are comparable."""
     return len({(score.data, score.result.tokens) for score in scored if score.result}) <= 1
 
 
@@ -51,9 +51,9 @@ def scores(
 ) -> Scores:
     """The scores of a run's newest checkpoint on its own validation data, or on a corpus at `data`.
 
-    max_tokens      most targets to score where scores must be computed; 0: compute nothing
-    lengths         None: the paper's, as far as documents reach
-    again           compute, whatever is kept
+    max_tokens      the most targets to score if scores must be computed; 0: compute nothing
+    lengths         None: those of the paper's that documents reach
+    again           compute, even where scores are stored
     device          where to compute; the model is on the CPU before and after
     """
     if run.loaded is None:
@@ -83,9 +83,9 @@ def scores(
 
 
 def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> None:
-    """Keep an evaluation of a run's checkpoint in its folder; where that cannot be written to, do without.
+    """Store an evaluation of a run's checkpoint in its folder, if that is writable.
 
-    One on data without a hash, which came from arrays, is not kept: nothing would tell it from others.
+    One on data without a hash, from arrays, is not stored: nothing would distinguish it from others.
     """
     if dataset.hash is None:
         return
@@ -101,7 +101,7 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
 
 
 def _kept(run: RunRecord, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
-    """The newest kept evaluation of this checkpoint, if it is of the data and lengths that are asked for."""
+    """The newest stored evaluation of this checkpoint on the wanted data and lengths."""
     assert run.loaded is not None
     try:
         wanted = run.data.get("hash") if data is None else open_dataset(data, SPLIT, verify=False).hash
@@ -131,12 +131,12 @@ def _row(values: dict[str, Any]) -> LengthResult:
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that are null in JSON become NaN again; a length of null stays None, for whole documents."""
+    """Turn null in JSON back into NaN, except for the length, where it stands for whole documents."""
     return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
 
 
 def _held_out(run: RunRecord, data: Path | None) -> Dataset:
-    """The run's validation split, if it is still what it was."""
+    """The run's validation split, if it is unchanged, or that of another corpus."""
     assert run.loaded is not None
     if data is None:
         if not run.data.get("folder"):

@@ -1,7 +1,7 @@
-"""How figures look: colours for light and dark, matplotlib's settings, and figures as SVG text.
+"""The look of figures: light and dark colours, matplotlib's settings, and SVG output.
 
-Figures are drawn in the light colours. In an SVG these become CSS variables, which the page sets for light and dark;
-text stays text, in the page's font.
+Figures are drawn in the light colours. In the SVG these become CSS variables, which the page defines for light and dark
+mode; text stays text, in the page's font.
 """
 
 import io
@@ -12,9 +12,10 @@ from math import isclose, log10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
-# Name → (light, dark). Light colours must differ from each other: they stand for their names in an SVG.
+# Name → (light, dark). Light colours must be distinct, since they are replaced by their names in an SVG.
 COLOURS = {
     "card": ("#ffffff", "#171b22"),
     "ink": ("#1d2330", "#e6e9ef"),
@@ -51,7 +52,7 @@ class MissingMatplotlibError(ValueError):
 
 
 def require_matplotlib() -> None:
-    """One clear line where matplotlib is not installed."""
+    """Raise an error that names the extra if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -59,21 +60,50 @@ def require_matplotlib() -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """Matplotlib's settings while figures are drawn and saved."""
+    """Matplotlib's settings, for as long as figures are drawn and saved."""
     import matplotlib
 
     settings: Any = _SETTINGS  # typed as a mapping from every name that matplotlib knows
     return matplotlib.rc_context(settings)
 
 
+def run_variable(index: int) -> str:
+    """The name of a run's colour, by its position in the report; colours repeat after eight."""
+    return f"run{index % 8 + 1}"
+
+
 def run_colour(index: int) -> str:
-    """The colour of a run, by its place in the report; they repeat after eight."""
+    """The colour itself."""
     return LIGHT[run_variable(index)]
 
 
-def run_variable(index: int) -> str:
-    """The name of a run's colour."""
-    return f"run{index % 8 + 1}"
+def logarithmic(axis: "XAxis | YAxis") -> None:
+    """Make an axis logarithmic, with few and short tick labels."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(power_of_ten)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(figure: "Figure") -> None:
+    """Add a legend above the figure if there is more than one label."""
+    pairs = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes)
+    named = {label: handle for pair in pairs for handle, label in pair}
+    if len(named) > 1:
+        names = [short(label) for label in named]
+        columns = int(12 * figure.get_figwidth()) // (4 + max(map(len, names)))
+        figure.legend(
+            list(named.values()), names, loc="outside upper left", ncols=max(1, min(len(names), columns)),
+            handletextpad=0.4, columnspacing=1.2, handlelength=1.2, borderaxespad=0.1,
+        )  # fmt: skip
+
+
+def short(name: str, size: int = 30) -> str:
+    """A name shortened for a legend to its end, which distinguishes folders."""
+    name = "".join(character if character.isprintable() else "\ufffd" for character in name)
+    return name if len(name) <= size else "…" + name[-size + 1 :]
 
 
 def layer_colours(count: int) -> list[str]:
@@ -85,13 +115,13 @@ def layer_colours(count: int) -> list[str]:
 
 
 def css_variables() -> str:
-    """The colours as CSS: light, and dark where the reader prefers that."""
+    """The colours as CSS variables, for light mode and for dark mode."""
     light, dark = ("".join(f"--{name}:{pair[side]};" for name, pair in COLOURS.items()) for side in (0, 1))
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def power_of_ten(value: float, _position: Any = None) -> str:
-    """A tick of a logarithmic axis: plain where short (1, 100, 10k), else 10⁻³."""
+    """A tick label of a logarithmic axis: plain if short (1, 100, 10k), otherwise 10⁻³."""
     if value <= 0:
         return "0" if value == 0 else "−" + power_of_ten(-value)
     exponent = round(log10(value))
@@ -103,7 +133,7 @@ def power_of_ten(value: float, _position: Any = None) -> str:
 
 
 def tokens(value: float, _position: Any = None) -> str:
-    """A number of tokens or steps in little room: 512, 4k, 1.5k, 2M."""
+    """A number of tokens or steps in short form: 512, 4k, 1.5k, 2M."""
     if abs(value) >= 1e12:
         return f"{value:.2g}"
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -113,7 +143,7 @@ def tokens(value: float, _position: Any = None) -> str:
 
 
 def svg(figure: "Figure", name: str, label: str) -> str:
-    """A figure as an SVG element for an HTML page; `name` keeps its ids apart from other figures'."""
+    """A figure as an SVG element for an HTML page; `name` makes its ids unique."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -122,7 +152,7 @@ def svg(figure: "Figure", name: str, label: str) -> str:
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
-    # Hundredths of a point are enough.
+    # Two decimals are enough.
     text = re.sub(r'\b[dxy]="[^"]+"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
     for colour, value in LIGHT.items():
         text = text.replace(value, f"var(--{colour})")

@@ -1,7 +1,7 @@
-"""What `gss reproduce` compares, as data: systems, scales and tables. Training settings are those of `gss.recipes`.
+"""What `gss reproduce` compares, as data: systems, scales and tables. Training settings come from `gss.recipes`.
 
-Whatever was tuned was tuned once, on the validation split of books, and holds for every other corpus, as in the paper.
-Imports no torch.
+Everything that was tuned was tuned once, on the validation split of books, and is used for every corpus, as in the
+paper. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class System:
     """A row of a table: a model and how it is trained."""
 
     name: str
-    """For files and `--only`."""
+    """In file names and for `--only`."""
     label: str
     """As the paper writes it."""
     model: str
@@ -29,55 +29,48 @@ class System:
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
     about: str = ""
-    """What sets it apart, where the label does not say."""
-
-    @property
-    def block_recurrent(self) -> bool:
-        """Whether it is trained like the Block-Recurrent Transformers: Adafactor, the state carried along lanes."""
-        return self.model in _BLOCK_RECURRENT
+    """How it differs from the others, where the label does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large models are and how long they train."""
+    """The size of the models and the length of their training."""
 
     name: str
     suffix: str
-    """Of presets."""
+    """Of the presets' names."""
     recipe: str | None
     """None: the paper's recipe for the corpus."""
     tokens: int | None
     """Training tokens of every system. None: the recipe's."""
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
-    adafactor_rate: float | None = None
-    """The learning rate of block-recurrent models. None: the released one."""
     evaluate_bytes: int | None = None
-    """Held-out documents are scored from the first on, whole, until their text has this many bytes: the same text for
-    every vocabulary. None: all of them."""
+    """The first held-out documents are scored until their text has this many bytes, the same text for every vocabulary.
+    None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What can be asked for: a table of systems."""
+    """A table of systems."""
 
     name: str
     title: str
     systems: tuple[System, ...]
 
 
+# Trained like the Block-Recurrent Transformers: with Adafactor, the state carried along lanes.
 _BLOCK_RECURRENT = ("rec-fixed-skip", "feedback-lstm-single", "feedback-fixed-skip", "slide", "xl")
 _QUIET = {"report.evaluate_every": 0, "report.sample_every": 0, "checkpoint.keep_last": 2}
 
 SCALES: dict[str, Scale] = {
-    "tiny": Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET, adafactor_rate=0.1),
+    "tiny": Scale(name="tiny", suffix="-tiny", recipe="tiny", tokens=192 * 4096, settings=_QUIET),
     "small": Scale(
         name="small",
         suffix="-small",
         recipe="small",
         tokens=800 * 131_072,
         settings={**_QUIET, "compile": True, "checkpoint.every": 1000},
-        adafactor_rate=0.1,
         evaluate_bytes=4_000_000,
     ),
     "paper": Scale(
@@ -130,11 +123,11 @@ _CORPORA: dict[str, tuple[str, ...]] = {
     "Github": ("github", "code", "stdlib"),
     "LM1B": ("lm1b",),
 }
-"""By the paper's name: how names of corpora that stand for it begin, the first of which is its recipe's."""
+"""The paper's corpora, each with the beginnings of names that stand for it; the first names its recipe."""
 
 
 def paper_corpus(name: str) -> str | None:
-    """The paper's corpus that a corpus of this name stands for, if there is one."""
+    """The paper's corpus that a corpus of this name stands for, if any."""
     return next((paper for paper, starts in _CORPORA.items() if name.lower().startswith(starts)), None)
 
 
@@ -147,27 +140,18 @@ def preset_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 def recipe_name(system: System, scale: Scale, corpus: str | None) -> str:
     """The recipe that a system's settings start from. `corpus` as above."""
-    if scale.recipe is not None:
-        return scale.recipe
-    return "block-recurrent" if system.block_recurrent else _CORPORA.get(corpus or "", ("pg19",))[0]
+    if system.model in _BLOCK_RECURRENT:
+        return f"{scale.recipe}-block-recurrent" if scale.recipe else "block-recurrent"
+    return scale.recipe or _CORPORA.get(corpus or "", ("pg19",))[0]
 
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
-    """Every setting of a system at a scale, as changes to the defaults; later ones win. `corpus` as above."""
-    name = recipe_name(system, scale, corpus)
-    settings = dict(_recipe(name))
-    if system.block_recurrent and name != "block-recurrent":
-        taken = {
-            key: value
-            for key, value in _recipe("block-recurrent").items()
-            if key.startswith("optimizer.") or key == "batching"
-        }
-        taken |= {"optimizer.learning_rate": scale.adafactor_rate, "optimizer.embedding_factor": 1.0}
-        settings |= taken | {"optimizer.warmup_steps": settings["optimizer.warmup_steps"]}
-    return settings | {**scale.settings, **system.settings}
+    """Every setting of a system at a scale, as changes to the defaults. `corpus` as above."""
+    recipe = _recipe(recipe_name(system, scale, corpus))
+    return {**recipe, **scale.settings, **system.settings}
 
 
 @lru_cache
 def _recipe(name: str) -> Settings:
-    """A recipe's settings but for its preset."""
+    """A recipe's settings without its preset."""
     return {key: value for key, value in flattened(read_recipe(name)).items() if key != "preset"}

@@ -1,17 +1,21 @@
-"""Results as tables: the paper's columns with ours beside them, in Markdown that also reads well on a terminal."""
+"""Results as tables with the paper's figures beside ours, in Markdown that is also readable on a terminal."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gss.paper import LENGTHS, PARAMETERS, PERPLEXITY, STEPS_PER_SECOND, TPU_HOURS
-from gss.reproduce.results import WHOLE, Result
 from gss.reproduce.settings import System, Target
 from gss.reproduce.trials import Trial
 
+Result = Mapping[str, Any]
+"""What `score_trial` gives."""
 Found = Sequence[tuple[Trial, Result]]
 """Trials that are done, with their results."""
 Rows = list[list[str]]
 
+WHOLE = "whole"
+"""The name of the length at which every document is read whole, its state carried."""
 NONE = "–"
 LENGTH_NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
@@ -28,7 +32,7 @@ _NOTES = {
 
 
 def report_text(target: Target, found: Found) -> str:
-    """The table under its title, its notes below."""
+    """The table with its title and notes."""
     lines = [f"# {target.title}", ""]
     if found:
         lines += [markdown(*table(target, found)), ""]
@@ -36,7 +40,7 @@ def report_text(target: Target, found: Found) -> str:
 
 
 def table(target: Target, found: Found) -> tuple[list[str], Rows]:
-    """The header and the rows of a table: ours, and the paper's beside them."""
+    """The header and the rows of a table: our figures, and the paper's."""
     cost = "paper TPU h" if target.name == "table2" else "paper steps/s"
     header = ["corpus", "model", "params", "paper's", "tokens/s", cost, *LENGTH_NAMES.values(), "whole"]
     header += [f"paper {name}" for name in LENGTH_NAMES.values()]
@@ -51,7 +55,7 @@ def table(target: Target, found: Found) -> tuple[list[str], Rows]:
 
 
 def paper_figures(target: Target, system: System, corpus: str | None) -> tuple[str, str, list[str]]:
-    """The paper's parameters, training cost and perplexities of a system on one of its corpora; dashes for none."""
+    """The paper's parameters, training cost and perplexities for a system on one of its corpora; dashes for none."""
     name, scores, mark = system.model, PERPLEXITY.get(system.model, {}).get(corpus or "", {}), ""
     if system.settings.get("batching") or not {name, f"{name}-lm1b"} & PERPLEXITY.keys():
         name = ""
@@ -78,7 +82,7 @@ def markdown(header: Sequence[str], rows: Rows, words: frozenset[str] = frozense
 
 
 def notes(target: Target, found: Found, about: bool = True) -> list[str]:
-    """What has to be said under the table; `about` says what sets systems apart."""
+    """The notes below the table; with `about`, also how systems differ."""
     if not found:
         return ["Nothing is done yet."]
     said = [_NOTES.get(target.name, _BESIDE)]
@@ -95,21 +99,13 @@ def notes(target: Target, found: Found, about: bool = True) -> list[str]:
     if about:
         apart = {trial.system.label: trial.system.about for trial, _ in found if trial.system.about}
         said += [f"{label}: {text}." for label, text in apart.items()]
-    machines, commits, torches = (
-        ", ".join(sorted({pick(result) or "unknown" for _, result in found})) for pick in _ORIGINS
-    )
+    origins = [(kept["hardware"], kept["versions"].get("torch"), kept["commit"]) for _, kept in found]
+    machines, torches, commits = (", ".join(sorted({each[i] or "unknown" for each in origins})) for i in range(3))
     return [*said, f"Hardware: {machines}; torch {torches}; commit {commits}."]
 
 
-_ORIGINS: tuple[Callable[[Result], str | None], ...] = (
-    lambda result: result["hardware"],
-    lambda result: result["commit"],
-    lambda result: result["versions"].get("torch"),
-)
-
-
 def by_seed(found: Found) -> list[tuple[Trial, list[Result]]]:
-    """Results that differ in the seed alone, together; in the order of corpora."""
+    """Results grouped over seeds, in the order of corpora."""
     groups: dict[tuple[str, str], tuple[Trial, list[Result]]] = {}
     for trial, kept in found:
         groups.setdefault((trial.corpus.name, trial.system.name), (trial, []))[1].append(kept)
@@ -118,12 +114,12 @@ def by_seed(found: Found) -> list[tuple[Trial, list[Result]]]:
 
 
 def perplexities(kept: Sequence[Result], key: str = "perplexity", digits: int = 2) -> list[str]:
-    """At every length, whole documents last."""
+    """A cell per length, whole documents last."""
     return [mean([result["lengths"].get(length, {}).get(key) for result in kept], digits) for length in LENGTH_KEYS]
 
 
 def mean(values: Sequence[float | None], digits: int = 2) -> str:
-    """The mean over seeds, and their standard deviation where there are several."""
+    """The mean over seeds, with the standard deviation if there are several."""
     known = [value for value in values if value is not None]
     if not known:
         return NONE
@@ -132,5 +128,5 @@ def mean(values: Sequence[float | None], digits: int = 2) -> str:
 
 
 def millions(count: int) -> str:
-    """Parameters as tables write them."""
+    """A number of parameters in millions."""
     return f"{count / 1e6:.1f}M" if count < 1e8 else f"{count / 1e6:.0f}M"

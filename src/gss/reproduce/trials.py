@@ -1,7 +1,7 @@
-"""From a table to its trials: which corpora are there, and what training a system on one of them means.
+"""From a table to its trials: the corpora, and how a system is trained on one of them.
 
-A trial's name says what it is to people; whether a kept result belongs to it is decided by all of its settings and by
-the hashes of the tokens, not by the name.
+A trial's name is for people; whether a stored result belongs to it is decided by all of its settings and by the hashes
+of the tokens.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from gss.training.config import TrainConfig, resolve
 
 TRAIN, HELD_OUT = "train", "valid"
 _LOG_LINES = 20
-_CHECKPOINTS = 2  # where the settings do not say; a signal to stop adds one
+_CHECKPOINTS = 2  # unless the settings say otherwise
 _LONG_NAME = 60  # characters of changed settings; more become a hash
 
 
@@ -31,7 +31,7 @@ class Corpus:
     vocab_size: int
     lossless: bool
     identity: Mapping[str, str]
-    """Hashes of the vocabulary and of both splits' tokens: the same text prepared elsewhere has the same."""
+    """Hashes of the vocabulary and of both splits' tokens, which are the same wherever the text was prepared."""
     held_out_tokens: int
     train_tokens: int
     train_bytes: int
@@ -39,7 +39,7 @@ class Corpus:
     """(tokens, bytes of text) of every held-out document, in order."""
 
     def whole_documents(self, text_bytes: int | None) -> int | None:
-        """Tokens of the first held-out documents that together have this many bytes of text; None for all of them."""
+        """Tokens of the first held-out documents that together have this many bytes of text; None: all of them."""
         tokens, read = 0, 0
         for count, size in self.held_out:
             if text_bytes is not None and read >= text_bytes:
@@ -49,7 +49,7 @@ class Corpus:
 
     @property
     def paper(self) -> str | None:
-        """The corpus of the paper that it stands for."""
+        """The paper's corpus that it stands for."""
         return paper_corpus(self.name)
 
 
@@ -63,11 +63,11 @@ class Trial:
     config: TrainConfig
     evaluate_tokens: int | None
     changed: tuple[str, ...] = ()
-    """Settings that the user changed, `key=value`."""
+    """Settings changed by the user, `key=value`."""
 
     @property
     def name(self) -> str:
-        """For its file and its folder; has no slash in it."""
+        """The name of its run folder, without slashes."""
         changes = "".join(f".{change}" for change in self.changed)
         if len(changes) > _LONG_NAME or "/" in changes:
             changes = f".{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen in training."""
+        """Training tokens."""
         return self.config.steps * self.config.batch_tokens
 
     @property
@@ -86,7 +86,7 @@ class Trial:
 
 
 def find_corpora(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Corpus]:
-    """The prepared corpora in these folders: each is one, or holds some. `names` chooses among them, in its order."""
+    """The corpora in these folders, each of which is one or holds some; `names` selects among them, in order."""
     found: dict[str, Path] = {}
     for folder in folders:
         inside = [folder] if (folder / MANIFEST).is_file() else sorted(p.parent for p in folder.glob(f"*/{MANIFEST}"))
@@ -133,7 +133,7 @@ def planned(
     evaluate_tokens: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """Every trial of a table: the first seed of all systems, then the second of all, and so on."""
+    """Every trial of a table: all systems with the first seed, then with the second, and so on."""
     known = [system.name for system in target.systems]
     unknown = [name for name in only if name not in known]
     if unknown:
@@ -163,7 +163,7 @@ def trial_of(
     evaluate_tokens: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Trial:
-    """A system's trial on a corpus; `changes` to its settings win over all others."""
+    """A system's trial on a corpus; `changes` override all other settings."""
     changes = changes or {}
     settings = {**settings_of(system, scale, corpus.paper), **changes, "seed": seed}
     config = override(resolve(preset_name(system, scale, corpus.paper), vocab_size=corpus.vocab_size), settings)

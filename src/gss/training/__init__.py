@@ -1,4 +1,4 @@
-"""Training: the paper's recipe, exact to resume, from one CPU to many nodes.
+"""Training: the paper's recipe, resumable bit for bit, from one CPU to many nodes.
 
 config → loop → step (loss, optim, distributed) → snapshot → checkpoint
 """

@@ -1,8 +1,8 @@
-"""Adafactor (Shazeer & Stern 2018): a matrix's second moments as a row and a column, steps relative to its size.
+"""Adafactor (Shazeer & Stern 2018): second moments of a matrix kept as a row and a column, steps relative to its size.
 
-Written here because torch's own caps the rate at 1/√step, has no momentum (which the Block-Recurrent Transformers
-were trained with) and waits for the GPU twice per parameter. Knows parameters and their gradients; rates are set from
-outside before every step. State is tensors only, and the same whatever number of processes hold copies of the model.
+torch's own caps the rate at 1/√step, has no momentum (with which the Block-Recurrent Transformers were trained) and
+synchronizes with the GPU twice per parameter. Learning rates are set from outside before every step. The state consists
+of tensors only and does not depend on the number of replicas.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _DECAY_EXPONENT = -0.8  # the second moments of step t weigh the new gradient by t^−0.8
-_TINY_SQUARE = 1e-30  # keeps the moments of a row or column without gradient above 0
-_LEAST_SIZE = 1e-3  # of a parameter: what is near 0 must be able to leave it
+_TINY_SQUARE = 1e-30  # keeps the moments of a row or column without a gradient positive
+_LEAST_SIZE = 1e-3  # of a parameter, so that one near 0 can move away from it
 _MOST_UPDATE = 1.0  # root mean square of an update, before the rate
 
 

@@ -1,7 +1,7 @@
-"""What a training run is: its model, its batches, its optimizer and its habits, as frozen dataclasses.
+"""Configuration of a training run (model, batches, optimizer, checkpoints, reporting) as frozen dataclasses.
 
-Imports no torch. `resolve` puts a run together from a preset, a recipe and settings; `differences`
-says what of two runs is not the same, leaving out what does not change the result beyond rounding.
+Imports no torch. `resolve` builds a run from a preset, a recipe and settings; `differences` compares two runs, ignoring
+settings that change the result by no more than rounding.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,18 +18,19 @@ from gss.training.schedule import SCHEDULES
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, its groups' rates and the schedule. Defaults are the paper's."""
+    """The optimizer, the learning rates of its parameter groups, and the schedule. Defaults are the paper's."""
 
     name: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """AdamW (the paper's); Adafactor, which the Block-Recurrent Transformers were trained with: there rates are
-    relative to each parameter's own size; or Muon, whose steps on the layers' matrices are orthogonal, with AdamW for
-    everything else: it learns more from few steps, at the same rates as AdamW or somewhat higher ones."""
+    """AdamW (the paper's); Adafactor, with which the Block-Recurrent Transformers were trained and whose rates are
+    relative to each parameter's size; or Muon, which takes orthogonal steps on the layers' matrices and leaves the rest
+    to AdamW. Muon learns more in few steps, at AdamW's rates or somewhat higher ones."""
     learning_rate: float = limited(1.6e-3, gt=0)
     """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
     matrix_learning_rate: float | None = limited(None, gt=0)
     """Base rate of the layers' matrices, on the same schedule. None: `learning_rate`."""
     schedule: str = "cosine"
-    """After the warm-up: a cosine to the final rate at the last step, or as 1/√step, never under the final rate."""
+    """After the warm-up: a cosine that reaches the final rate at the last step, or 1/√step with the final rate as its
+    floor."""
     final_learning_rate: float = limited(1e-6, ge=0)
     """Where the schedule ends."""
     warmup_steps: int = limited(1000, ge=0)
@@ -37,18 +38,18 @@ class OptimizerConfig:
     state_space_learning_rate: float = limited(1e-3, gt=0)
     """Rate of state-space parameters: constant, without warm-up."""
     embedding_factor: float = limited(1.0, gt=0)
-    """How many times the base rate the embedding has, which is the head too; its decay is divided by it. It starts as
-    N(0, 1), and Adam moves every entry by about the rate per step, so that in a run of few steps it hardly learns:
-    there √width is far better (docs/training.md)."""
+    """Multiplies the base rate of the embedding, which is also the head; its weight decay is divided by it. The
+    embedding starts as N(0, 1) and Adam moves an entry by about the rate per step, so it hardly learns in a short run,
+    where √width is far better (docs/training.md)."""
     weight_decay: float = limited(0.1, ge=0)
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """Adam's averages. The paper says Adam; 0.98 is what the example it takes its other numbers from uses.
-    Adafactor takes the first as its momentum, 0 for none; its other average has no setting."""
+    """Decay rates of Adam's moments. The paper only says Adam; 0.98 is the value of the example that its other numbers
+    come from. Adafactor uses the first as its momentum (0 for none) and ignores the second."""
     epsilon: float = limited(1e-8, gt=0)
     """Adam's guard against a zero denominator."""
     clip_norm: float = limited(1.0, gt=0)
-    """Largest norm of all gradients together."""
+    """The norm of all gradients together is clipped to this."""
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer.", schedule=SCHEDULES)
@@ -58,12 +59,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written, and which of them are kept."""
 
     every: int = limited(1000, ge=1)
-    """Steps between checkpoints; one more is written at the end and on a stop."""
+    """Steps between checkpoints; another is written at the end and when the run is stopped."""
     keep_last: int = limited(3, ge=2)
-    """How many of the newest are kept: at least 2, so that there is one before a damaged one."""
+    """How many of the newest are kept: at least 2, in case the last one is damaged."""
     keep_every: int | None = limited(None, ge=1)
     """Also keep those whose step is a multiple of this. None: only the newest."""
 
@@ -73,16 +74,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What is measured and shown on the way."""
+    """What is logged, evaluated and sampled during training."""
 
     log_every: int = limited(10, ge=1)
     """Steps between progress lines (the metrics file has every step)."""
     evaluate_every: int = limited(1000, ge=0)
     """Steps between evaluations on the validation split; 0 for none."""
     evaluate_lengths: tuple[int, ...] = ()
-    """Lengths to evaluate at, cut to the longest document. Empty: the training length."""
+    """Evaluation lengths, reduced to the longest document where needed. Empty: the training length."""
     evaluate_tokens: int = limited(1 << 18, ge=1)
-    """Most validation tokens an evaluation scores."""
+    """Validation tokens that an evaluation scores at most."""
     sample_every: int = limited(1000, ge=0)
     """Steps between samples of text; 0 for none."""
     sample_prompt: str = ""
@@ -100,15 +101,15 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and its sequences are spread over several processes. `parallel=fsdp2` sets the strategy."""
+    """How the model and its sequences are distributed over processes. `parallel=fsdp2` sets the strategy."""
 
     shorthand = "strategy"
 
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """Whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
     context: int = limited(1, ge=1)
-    """Processes that share each sequence: each has a stretch of it, and states pass between them. Those of one
-    sequence have consecutive ranks; the number of processes is a multiple of it."""
+    """Processes that share a sequence: each has a stretch of it, and they pass states on. They have consecutive ranks,
+    and the number of processes must be a multiple of this."""
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
@@ -124,11 +125,11 @@ class TrainConfig:
     """
 
     preset: str = "gss"
-    """Name of the preset that the model started from."""
+    """Name of the preset that the model is based on."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model. Its vocab_size comes from the data's tokenizer unless it is set."""
+    """The model. Its vocab_size is the data's unless it is set."""
     start: str | None = None
-    """Weights to start from: a run folder, an exported one, or "box"; the optimizer and the schedule are fresh. None:
+    """Weights to start from: a run folder, an exported folder, or "box", with a fresh optimizer and schedule. None:
     random weights."""
     lora: int | None = limited(None, ge=1)
     """Rank of the LoRA matrices on top of every dense layer of `start`; everything else is frozen. None: no LoRA."""
@@ -143,22 +144,22 @@ class TrainConfig:
     batch_tokens: int = limited(1 << 19, ge=1)
     """Tokens per step over all processes: rows × length."""
     micro_batch_tokens: int | None = limited(None, ge=1)
-    """Tokens that one process runs at a time; gradients of several such batches are accumulated. None: all its rows."""
+    """Tokens that a process runs at a time; gradients are accumulated over several such batches. None: all its rows."""
     piece_tokens: int | None = limited(None, ge=1)
-    """Tokens of a row that are in memory at a time: the row is read in pieces, then back-propagated through piece by
-    piece, exactly, for about a third more work. None: whole rows."""
+    """Tokens of a row that are in memory at a time: a row is read in pieces and back-propagated through piece by piece,
+    which is exact and costs about a third more. None: whole rows."""
     batching: Literal["segments", "lanes", "packed"] = "segments"
-    """Independent segments of documents (the paper's); lanes, which follow documents with the state carried; or
-    short documents packed into rows (LM1B)."""
+    """Independent segments of documents (the paper's); lanes, which follow documents and carry the state; or rows
+    packed with short documents (LM1B)."""
     eos_first: bool = False
-    """Whether rows that begin inside a document begin with the end-of-document id, as prompts do. Without it, a model
-    of long documents takes every prompt for the start of one, such as a book's title page."""
+    """Whether rows that begin inside a document also begin with the end-of-document id, as prompts do. Without it, a
+    model of long documents takes every prompt for the beginning of one, such as a title page."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 is autocast: parameters, states and state-space arithmetic stay in fp32. auto: bf16 on a GPU, else fp32."""
+    """bf16 means autocast: parameters, states and state-space arithmetic stay fp32. auto: bf16 on a GPU, else fp32."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """With several processes: how the model and its sequences are spread."""
+    """How the model and its sequences are distributed over processes."""
     compile: bool = False
     """Compile every layer with torch.compile."""
     activation_checkpointing: bool = False
@@ -207,7 +208,7 @@ class TrainConfig:
         return self.batch_tokens // self.length
 
 
-# What may differ when a run is continued: habits, and how the same arithmetic is laid out on machines.
+# What may change when a run is resumed: reporting, and how the same arithmetic is laid out on machines.
 _FREE = {
     "micro_batch_tokens",
     "piece_tokens",
@@ -230,10 +231,10 @@ def resolve(
 ) -> TrainConfig:
     """A run from a preset's name, a recipe and settings, each overriding the one before it.
 
-    A recipe is a TOML file, or the name of one that comes with the package; settings are `key=value` texts or a
-    mapping. The preset named here wins over the recipe's; the recipe's and the settings' `model` settings win over
-    the preset's. `vocab_size` is the tokenizer's: the model's, unless set, and never more than the model's. `base` is
-    what the recipe changes, with its model in place of a preset's.
+    A recipe is a TOML file, or the name of one that comes with the package; settings are `key=value` strings or a
+    mapping. The preset named here takes precedence over the recipe's, and `model` settings over the preset's.
+    `vocab_size` is the tokenizer's, which the model gets unless its own is set; the model's may not be smaller. `base`
+    is what the recipe changes, with its model in place of a preset's.
     """
     values = {} if recipe is None else read_settings(recipe)
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
@@ -263,10 +264,9 @@ def read_settings(recipe: str | Path) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """What a continued run would change of the result: dotted name → (before, after). `before` is plain data.
+    """Settings that would change the result of a resumed run: dotted name → (before, after). `before` is plain data.
 
-    A setting that did not exist then has the default that what was there amounts to; one that the model does not use
-    may have any value.
+    A setting that did not exist then counts as its default; one that the model does not use may have any value.
     """
     unused = {f"model.{name}" for name in after.model.unused}
     old, new = flattened(to_mapping(TrainConfig())) | flattened(before), flattened(to_mapping(after))

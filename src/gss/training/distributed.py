@@ -1,6 +1,6 @@
-"""One process or many: who this process is, how the model is spread, and what processes tell each other.
+"""One process or many: this process's rank, how the model is distributed, and collective operations.
 
-torch's own engine: torchrun starts the processes, DDP or FSDP2 spreads the model, gloo and NCCL carry tensors. Alone,
+torchrun starts the processes, DDP or FSDP2 distributes the model, gloo and NCCL carry tensors. With a single process
 everything here is the identity. Knows nothing of data, losses or files.
 """
 
@@ -35,11 +35,11 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files and speaks to people."""
+        """Whether this is the process that writes files and reports progress."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor added up over all processes, on every one of them."""
+        """The sum of the tensor over all processes, on each of them."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -53,7 +53,7 @@ class World:
         return bool(word)
 
     def from_leader(self, number: int) -> int:
-        """The leader's number, everywhere."""
+        """The leader's number, on every process."""
         if self.size == 1:
             return number
         word = torch.tensor(number)
@@ -73,8 +73,8 @@ class World:
         return Context(mesh.get_group("context"))
 
     def gather_rows(self, tensor: Tensor, sharing: int = 1) -> Tensor | None:
-        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be the same, and so
-        are the rows of `sharing` consecutive processes.
+        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be equal, and `sharing`
+        consecutive processes hold the same rows.
         """
         if self.size == 1:
             return tensor.cpu()
@@ -85,7 +85,7 @@ class World:
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[World]:
-    """The world that torchrun's variables describe, or a world of one; left again at the end."""
+    """The world that torchrun's environment variables describe, or a world of one, until the end of the context."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":
@@ -93,8 +93,8 @@ def joined(device: str) -> Iterator[World]:
     if size == 1 or dist.is_initialized():
         yield World(chosen, rank, size)
         return
-    # After a restart on one machine torchrun hands out the same store, in which the dead processes' addresses still
-    # stand: each attempt gets a corner of its own. (On several, torchrun must be told not to share it: see the docs.)
+    # After a restart on one machine torchrun hands out the same store, which still holds the addresses of the dead
+    # processes, so each attempt gets a prefix. (On several machines torchrun must not share it: see the docs.)
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     store, _, _ = next(dist.rendezvous("env://"))
@@ -111,7 +111,7 @@ def joined(device: str) -> Iterator[World]:
 
 
 def prepare_layers(model: LanguageModel, config: TrainConfig) -> None:
-    """Activation checkpointing and compilation, a layer at a time, in place; parameters keep their names."""
+    """Apply activation checkpointing and compilation to each layer in place; parameters keep their names."""
     for layer in model.layers:
         if config.activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -120,7 +120,7 @@ def prepare_layers(model: LanguageModel, config: TrainConfig) -> None:
 
 
 def shard(model: LanguageModel, world: World) -> None:
-    """Spread parameters over all processes with FSDP2, in place; they become DTensors, still fp32.
+    """Shard parameters over all processes with FSDP2, in place; they become DTensors, still fp32.
 
     No mixed-precision policy: under autocast dense layers compute in bf16 anyway, while state-space parameters must
     reach their layers in fp32.
@@ -134,12 +134,12 @@ def shard(model: LanguageModel, world: World) -> None:
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """A whole copy in every process, gradients averaged by DDP."""
+    """A full replica in every process, gradients averaged by DDP."""
     return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 def reshard(model: nn.Module) -> None:
-    """Put parameters that a forward without backward left gathered back into shards."""
+    """Reshard parameters that a forward pass without a backward pass left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -147,7 +147,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Every process holds all parameters meanwhile: for decoding, which uses them outside of any forward."""
+    """All parameters on every process within the context: for decoding, which uses them outside of any forward."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
@@ -162,7 +162,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_synced(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
-    """Exchange gradients in the last backward of a step only; before it they add up locally."""
+    """Synchronize gradients only in the last backward pass of a step; before that they accumulate locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():

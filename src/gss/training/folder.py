@@ -1,6 +1,6 @@
-"""The run folder as training writes it: what the run is, its metrics and its samples (`gss.io.runs` reads it).
+"""The run folder as training writes it: configuration, metrics and samples (`gss.io.runs` reads it).
 
-Readable without this library. Knows files and plain data; written by the leading process only.
+Readable without this library, and written by the leading process only.
 """
 
 import json
@@ -24,7 +24,7 @@ from gss.training.config import TrainConfig
 
 
 class RunFolder:
-    """Paths of a run, and what is written beside its checkpoints."""
+    """The paths of a run, and what is written beside its checkpoints."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -33,9 +33,9 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
-        """Make the folder, or take it over; refuse one that is something else or that another process trains in.
+        """Create or lock the folder; refuse one that is not a run folder or in which another process is training.
 
-        What an interrupted save has left behind is deleted.
+        Leftovers of an interrupted save are deleted.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give a folder for the run")
@@ -58,13 +58,13 @@ class RunFolder:
         checkpoint.clean(self.checkpoints)
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder for other processes."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def describe(self, config: TrainConfig, dataset: Dataset, world_size: int, device: torch.device) -> None:
-        """Write what the run is. The environment is appended to, so that every start of the run is on record."""
+        """Write the configuration, the data and the vocabulary, and append this start to the list of environments."""
         write_json(self.path / "config.json", to_mapping(config))
         write_json(self.path / "data.json", data_facts(dataset))
         if dataset.manifest is not None:
@@ -72,12 +72,12 @@ class RunFolder:
         path = self.path / "environment.json"
         try:
             starts = read_json(path, list)
-        except (OSError, ValueError):  # a record that cannot be read is started over
+        except (OSError, ValueError):  # an unreadable list is started over
             starts = []
         write_json(path, [*starts, _environment(world_size, device)])
 
     def cut_metrics(self, step: int) -> None:
-        """Drop rows after a step: those of work that was lost with the process, which will be done again."""
+        """Drop the rows after a step: those steps were lost with the process and will be taken again."""
         if self.metrics.exists():
             kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -88,14 +88,14 @@ class RunFolder:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def write_sample(self, step: int, text: str) -> None:
-        """Keep a sample of text."""
+        """Write a sample of text."""
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
         write_file(folder / f"step-{step:08d}.txt", text + "\n")
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:
-    """What names the data of a run."""
+    """What identifies the data of a run."""
     manifest = dataset.manifest
     return {
         "folder": str(dataset.folder.resolve()) if dataset.folder else None,
@@ -109,7 +109,7 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
-    """Shows, without reading them, whether files of the data were touched, replaced or removed."""
+    """Inode, size and time of the data's files: shows whether they changed, without reading them."""
     if dataset.folder is None or dataset.manifest is None:
         return []
     names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]

@@ -1,7 +1,7 @@
-"""The training loop: from a config, prepared data and a run folder to checkpoints, resumed by itself.
+"""The training loop: from a configuration, prepared data and a run folder to checkpoints; resumes by itself.
 
-Everything that happens between two steps is decided here: logging, evaluation, samples, saving, stopping. What a
-step is, what a checkpoint looks like and where files are is known elsewhere.
+Decides what happens between two steps: logging, evaluation, samples, saving, stopping. Steps, checkpoints and the
+layout of the run folder are defined elsewhere.
 """
 
 import math
@@ -20,12 +20,11 @@ from gss.generate import first_state
 from gss.io import checkpoint
 from gss.io.states import save_state
 from gss.training import probe, snapshot, start
-from gss.training.boards import open_boards
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, cpu_rate, matmul_rate, perplexity
+from gss.training.progress import Progress, cpu_rate, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
@@ -92,7 +91,7 @@ def train(
 
 
 def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
-    """What the leading process finds, None elsewhere. An error there stops every process."""
+    """The result of an action of the leading process, None elsewhere. An error there stops every process."""
     found, error = None, None
     if world.leads:
         try:
@@ -105,7 +104,7 @@ def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
 
 
 class _Run:
-    """One process's part of a run."""
+    """A run, as one process sees it."""
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class _Run:
         if save:
             self._save()
         if evaluate or sample or save:
-            self._clock = time.perf_counter()  # what they took is not the steps' time
+            self._clock = time.perf_counter()  # their time does not count as training time
 
     def _resume(self, allow: set[str]) -> None:
         """Load the newest good checkpoint if there is any; refuse to resume it as another run."""
@@ -240,7 +239,7 @@ class _Run:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")
 
     def _log(self, show: bool) -> None:
-        """Read the results of the steps since the last time, refuse what is not finite, write and maybe show."""
+        """Fetch the results since the last call, stop where they are not finite, write them and show the last one."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -281,7 +280,7 @@ class _Run:
                 self.progress.scalars(row["step"], {f"{row['kind']}/{name}": v for name, v in numbers.items()})
 
     def _evaluate(self) -> None:
-        """Every process evaluates the same (under FSDP2 each holds a part of the model); the leader writes."""
+        """Every process runs the same evaluation (under FSDP2 each holds a shard of the model); the leader writes."""
         if self.validation is None:
             return
         stepper = self.stepper

@@ -1,10 +1,10 @@
-"""Muon (Jordan et al. 2024): a matrix's momentum, made orthogonal, is its step; everything else has AdamW.
+"""Muon (Jordan et al. 2024): the step of a matrix is its orthogonalized momentum; everything else uses AdamW.
 
-A linear layer's weight is a map: what counts is by how much it turns each direction, and the orthogonal factor of
-the momentum turns all of them alike. Embeddings, norms, biases and state-space parameters are not such maps and keep
-AdamW, inside the same optimizer, so that schedules and checkpoints see one. Stacked weights (query, key and value in
-one) are orthogonalised block by block, since each block is a map of its own. Rates are set from outside before every
-step. State is tensors only; processes that hold shards gather each whole matrix and all compute the same.
+The weight of a linear layer is a map, and the orthogonal factor of its momentum changes all directions by the same
+amount. Embeddings, norms, biases and state-space parameters are not such maps and use AdamW inside the same optimizer,
+so that schedules and checkpoints see only one. Stacked weights (query, key and value in one) are orthogonalized block
+by block, since each block is a map of its own. Learning rates are set from outside before every step. The state holds
+tensors only; under FSDP2 every process gathers each whole matrix and computes the same.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         self._momentum, self._blocks = momentum, dict(blocks or {})
         self._matrices = [group for group in self.param_groups if group["orthogonal"]]
         rest = [group for group in self.param_groups if not group["orthogonal"]]
-        # The same group objects and the same state: whoever sets a rate or restores a state need not know of it.
+        # It shares the group objects and the state, so setting rates and restoring checkpoints work as usual.
         self._adamw = torch.optim.AdamW(rest, betas=betas, eps=epsilon, fused=True) if rest else None
         if self._adamw is not None:
             self._adamw.state = self.state
@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(like(update, parameter), alpha=-group["lr"] * size)
 
     def _updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Each parameter's momentum, orthogonal block by block: whole matrices, those of one shape in one go."""
+        """Each parameter's momentum, orthogonalized block by block; blocks of one shape are batched."""
         by_shape: dict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for index, parameter in enumerate(parameters):
             for block in self._moved(parameter).chunk(self._blocks.get(parameter, 1)):
@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         return [torch.cat(blocks) for blocks in done]
 
     def _moved(self, parameter: Tensor) -> Tensor:
-        """The whole matrix that Nesterov's momentum has come to: the running mean, looked at one gradient ahead."""
+        """The whole Nesterov momentum: the running mean, one gradient ahead."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum" not in state:

@@ -1,11 +1,10 @@
-"""The optimizers: which parameter gets which rate and decay, and the clipping.
+"""The optimizers: learning rate and weight decay by parameter group, and gradient clipping.
 
-Five groups. State-space parameters have a constant rate and no decay: they sit in exponents, where decay would
+There are five groups. State-space parameters have a constant rate and no decay: they are exponents, and decay would
 push time constants towards one token. Norm scales and biases follow the schedule without decay. The layers' matrices
-follow it with decay, at a rate of their own if asked, and are what Muon orthogonalises; so do tables, which have more
-than one dimension but are not multiplied with. So does the embedding, which is the head too (the recipe that
-the paper's hyper-parameters come from, Flax's lm1b example, decays it), at its own multiple of the rate.
-Knows nothing of data, loops or processes.
+follow it with decay, at a rate of their own if one is set, and are what Muon orthogonalizes. Tables, which have several
+dimensions but are not used in products, follow it with decay too, and so does the embedding, which is also the head, at
+its own multiple of the rate (Flax's lm1b example, the source of the paper's hyperparameters, decays it as well).
 """
 
 from collections.abc import Callable, Iterable
@@ -43,13 +42,13 @@ def group_of_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Groups as torch optimizers take them, each with its name; rates are those of the first step."""
+    """Groups in the form of torch's optimizers, each with its name."""
     parameters = dict(model.named_parameters())
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in (DECAYED, TABLE, UNDECAYED, STATE_SPACE, EMBEDDING)}
     for name, group in group_of_parameters(model).items():
         if parameters[name].requires_grad:
             groups[group].append(parameters[name])
-    # Decay is a share of the rate: divided by the factor, what it takes away a step stays what it is elsewhere.
+    # Decay is multiplied by the rate: dividing it by the factor gives the same decay per step as elsewhere.
     decay = dict.fromkeys((DECAYED, TABLE), config.weight_decay)
     decay[EMBEDDING] = config.weight_decay / config.embedding_factor
     return [
@@ -65,7 +64,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def _rate(group: str, config: OptimizerConfig, scheduled: float) -> float:
-    """A group's rate where the schedule is at `scheduled`."""
+    """A group's rate when the schedule is at `scheduled`."""
     if group == STATE_SPACE:
         return config.state_space_learning_rate
     if group == DECAYED and config.matrix_learning_rate is not None:
@@ -106,7 +105,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Scale all gradients together to a norm of at most `most`; returns the norm they had, over all shards."""
+    """Clip the norm of all gradients together to `most`; returns the norm before clipping, over all shards."""
     kept = [parameter for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in kept if parameter.grad is not None])
     if isinstance(norm, DTensor):

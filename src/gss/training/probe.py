@@ -1,7 +1,6 @@
-"""Looks at a model in training: its loss on the validation split, and a sample of its text.
+"""Evaluation during training: the loss on the validation split, and a sample of text.
 
-The only place where training meets `gss.evaluation` and `gss.generate`. Under FSDP2 every process must call these
-alike: each holds a part of the model.
+Under FSDP2 every process must call these functions, since each holds a shard of the model.
 """
 
 from gss.data import Dataset, open_dataset
@@ -24,7 +23,7 @@ def open_validation(training: Dataset) -> Dataset | None:
 def validation_losses(
     model: LanguageModel, validation: Dataset, config: TrainConfig, precision: str
 ) -> dict[int, float]:
-    """Nats per token at each of the config's lengths; a length that no document reaches is cut to the longest."""
+    """Nats per token at each configured length; lengths beyond the longest document are reduced to it."""
     report = config.report
     longest = longest_document(validation, report.evaluate_tokens)
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
@@ -33,7 +32,7 @@ def validation_losses(
 
 
 def sample(model: LanguageModel, training: Dataset, config: TrainConfig) -> str:
-    """The prompt and its continuation, made without dropout."""
+    """The prompt and its continuation, generated without dropout."""
     report = config.report
     learning = model.training
     model.eval()

@@ -1,24 +1,75 @@
-"""What a person sees of a run: a live line on a terminal, plain lines in a pipe, boards if asked.
+"""Progress of a run: a live line on a terminal, plain lines in a pipe; TensorBoard and Weights & Biases if enabled.
 
-Knows rows of numbers and the console; measures nothing itself but the machine's matrix-product rate.
+Also the machine's matrix-product rate, which MFU refers to.
 """
 
+import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gss.training.boards import Board
+from gss.config import to_mapping
+from gss.training.config import TrainConfig
+
+
+class Board(NamedTuple):
+    """Receives the metrics of each step by name, until it is closed."""
+
+    add: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
+
+
+def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
+    """The boards that a run's settings enable."""
+    wanted = {"tensorboard": (config.report.tensorboard, _tensorboard), "wandb": (config.report.wandb, _wandb)}
+    boards = []
+    for name, (asked, opened) in wanted.items():
+        try:
+            boards += [opened(config, folder)] if asked else []
+        except ImportError:
+            raise ValueError(
+                f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]', or turn it off"
+            ) from None
+    return boards
+
+
+def _tensorboard(config: TrainConfig, folder: Path) -> Board:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
+
+    def add(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Board(add, writer.close)
+
+
+def _wandb(config: TrainConfig, folder: Path) -> Board:
+    """One W&B run per run folder, continued when training resumes. Account and server are wandb's own settings."""
+    import wandb
+
+    run = wandb.init(
+        project="gss",
+        name=folder.name,
+        id=hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest(),
+        resume="allow",
+        dir=str(folder),
+        config=to_mapping(config),
+    )
+    return Board(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
 class Progress:
-    """Shows rows as they come. On a terminal the last one stays in place, with the time left counting down."""
+    """Shows rows of metrics. On a terminal the last one is updated in place, with the time left counting down."""
 
     def __init__(self, steps: int, boards: Sequence[Board] = (), quiet: bool = False) -> None:
         self._steps = steps
@@ -43,7 +94,7 @@ class Progress:
             board.close()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self._console.print(Text(text))
 
     def training(self, row: Mapping[str, Any], seconds_left: float) -> None:
@@ -55,7 +106,7 @@ class Progress:
             self._console.print(Text(training_line(row, self._steps, seconds_left)))
 
     def stepped(self, step: int) -> None:
-        """Another step was taken, of which nothing is known yet: on a terminal the line moves on."""
+        """Count another step in the live line; its metrics are not known yet."""
         if self._live is None:
             return
         line = f"step {step:,}/{self._steps:,} · the first figures are on their way"
@@ -65,13 +116,13 @@ class Progress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers for the boards."""
+        """Send metrics to the boards."""
         for board in self._boards:
             board.add(step, values)
 
 
 def training_line(row: Mapping[str, Any], steps: int, seconds_left: float, width: int | None = None) -> str:
-    """One line of progress. Where it would be wider than `width`, what matters least is left out."""
+    """One line of progress. The least important parts are left out where it would be wider than `width`."""
     parts = {
         "step": f"step {row['step']:,}/{steps:,}",
         "loss": f"loss {row['loss']:.4f}",
@@ -96,7 +147,7 @@ def perplexity(loss: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A stretch of time as people write it: 45s, 3m20s, 5h07m, 2d04h."""
+    """A duration in short form: 45s, 3m20s, 5h07m, 2d04h."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -108,14 +159,14 @@ def duration(seconds: float) -> str:
 
 
 def cpu_rate() -> float:
-    """FLOP/s that training comes to on this CPU, as far as can be said without trying: for warnings."""
+    """A rough estimate of the FLOP/s of training on this CPU, for warnings."""
     return 1.5e10 * torch.get_num_threads()
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
-    """FLOP/s of a large matrix product here: what MFU is measured against. None on a CPU, where it says little.
+    """FLOP/s of a large matrix product on this GPU, which MFU refers to; None on a CPU, where it means little.
 
-    Measured instead of looked up: a table of GPUs goes stale, and a GPU's limits depend on its power cap.
+    It is measured, since a table of GPUs would go stale and a GPU's rate depends on its power limit.
     """
     if device.type != "cuda":
         return None

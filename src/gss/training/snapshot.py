@@ -1,8 +1,8 @@
-"""From a training state to named tensors and back: parameters, optimizer, carried states.
+"""Training state to named tensors and back: parameters, optimizer, carried states.
 
-Tensors are whole, whatever they were spread over, and carried states are by global row: what one world size or
-strategy saved, another loads. Nothing random is kept, since a step's randomness depends on its number alone; rates
-neither, since they follow from the config and the step.
+Tensors are whole, however they were sharded, and carried states are ordered by global row, so that any number of
+processes and either strategy can load what another saved. Random states are not saved, since the randomness of a step
+depends on its number alone, nor are learning rates, which follow from the configuration and the step.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ Groups = dict[str, dict[str, Tensor]]
 
 
 def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
-    """Groups of tensors, and the optimizer's scalars by parameter: on the leader; empty elsewhere.
+    """Groups of tensors, and the optimizer's scalars by parameter, on the leader; empty on other processes.
 
-    Every process must call it: shards are gathered one tensor at a time.
+    Every process must call it, since shards are gathered, one tensor at a time.
     """
     reshard(stepper.model)
     groups: Groups = {MODEL: {}, OPTIMIZER: {}}
@@ -42,7 +42,7 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
 
 
 def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]) -> None:
-    """Put a snapshot's values into a freshly made stepper of the same model, on any number of processes."""
+    """Load a snapshot into a new stepper of the same model, on any number of processes."""
     _restore_model(stepper, groups[MODEL])
     state: dict[str, dict[str, Any]] = {}
     for name, tensor in groups[OPTIMIZER].items():

@@ -1,5 +1,5 @@
-"""Where a run starts: random weights, or trained ones, of which all, a little on top, or the first state is learned;
-and what a run is when its user has said little: the settings of the run that is resumed, or a recipe for its model.
+"""How a run starts: from random or trained weights, training all of them, a LoRA update or only the first state; and
+which settings it gets when the user gives few: those of the run that is resumed, or a recipe that suits the model.
 """
 
 import json
@@ -20,12 +20,12 @@ from gss.training.config import TrainConfig, differences, flattened, resolve
 from gss.training.folder import data_facts
 
 _TINY, _SMALL = 4_000_000, 150_000_000
-"""Parameters below which a model learns something in a minute on a CPU, and in minutes on a GPU."""
+"""Parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
 
 
 def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -> LanguageModel:
-    """The model as it is before the first step, with what is not learned frozen. A run that is resumed gets its values
-    from its checkpoint, and needs nothing of what it started from."""
+    """The model before the first step, with everything that is not trained frozen. A resumed run gets its weights from
+    its checkpoint and does not need what it started from."""
     if config.start is None or resuming:
         model = build_model(config.model)
     else:
@@ -67,10 +67,10 @@ def plan(
     recipe: str | Path | None = None,
     settings: Iterable[str] | Mapping[str, Any] = (),
 ) -> tuple[TrainConfig, str]:
-    """What a run in `out` on the corpus `data` is, and a sentence on what was chosen for its user, or nothing.
+    """The configuration of a run in `out` on the corpus `data`, and a sentence on what was chosen, if anything was.
 
-    Without a recipe it is what the run in `out` was begun with, if there is one; else the recipe that suits the model,
-    the machine and what is learned. With `start` among the settings the model is that of the weights.
+    Without a recipe these are the settings of the run in `out`, if there is one, else the recipe that suits the model,
+    the machine and what is trained. With `start` among the settings the model is that of the weights.
     """
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
     vocabulary = read_manifest(Path(data)).tokenizer["vocab_size"]
@@ -94,7 +94,7 @@ def plan(
 
 
 def _suited(config: TrainConfig) -> tuple[str, str]:
-    """The name of the recipe that suits a run here, and what it is for."""
+    """The name of the recipe that suits a run on this machine, and the reason."""
     if config.tune == "state":
         return "tune-state", "a first state"
     if config.lora is not None:
@@ -111,7 +111,7 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
 
 
 def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
-    """Refuse names of settings that do not exist."""
+    """Refuse names in --allow that are not settings."""
     known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
     for name in allow:
         if name not in known:
@@ -119,7 +119,7 @@ def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
 
 
 def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:
-    """Refuse to resume what a checkpoint says of its run as another one, except where that is allowed."""
+    """Refuse to resume a checkpoint with other settings or data, except for those that are allowed to differ."""
     changed = {name: values for name, values in differences(trainer["config"], config).items() if name not in allow}
     now = data_facts(dataset)
     for name in ("hash", "tokenizer"):
@@ -128,7 +128,7 @@ def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datase
     if changed:
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
         flags = " ".join(f"--allow {name}" for name in changed)
-        # A model with other settings is another model, which this checkpoint is not of.
+        # A model with other settings cannot load this checkpoint at all.
         other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
         otherwise = "" if other else f", or resume anyway with {flags}"
         raise ValueError(

@@ -1,8 +1,8 @@
-"""One optimizer step on one global batch, the same on one process or many, whole, in micro-batches or in pieces.
+"""One optimizer step on a global batch, the same on one process or many, whole, in micro-batches or in pieces.
 
-The loss is the mean over all counted targets of the global batch: every micro-batch's sum is divided by that one
-number, so that accumulation, pieces and processes only change the order of additions. In lanes the state of every row
-is carried from step to step, detached from the graph, and starts fresh where a document does.
+The loss is the mean over all counted targets of the global batch: the sum of each micro-batch is divided by that one
+number, so that accumulation, pieces and processes only change the order of additions. In lanes the state of each row is
+carried from step to step, detached from the graph, and reset where a document begins.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from gss.training.optim import build_optimizer, clip_gradients, set_learning_rat
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, as tensors on the device, so that nothing is waited for."""
+    """The result of a step, as tensors on the device, so that nothing waits for it."""
 
     loss: Tensor
     """Mean over the global batch's counted targets, before the update."""
@@ -35,9 +35,9 @@ class StepResult:
 
 
 class Stepper:
-    """A model spread over the world, its optimizer, and the carried state of this process's rows.
+    """A distributed model, its optimizer, and the carried state of this process's rows.
 
-    Processes that share sequences have the same rows, and each the gradients of its own stretch of them.
+    Processes that share sequences have the same rows, and each computes the gradients of its own stretch of them.
     """
 
     def __init__(self, model: LanguageModel, config: TrainConfig, world: World) -> None:
@@ -90,7 +90,7 @@ class Stepper:
     def step(self, batch: Batch[Tensor], step: int) -> StepResult:
         """Forward, backward, clip, update: step number `step`, counted from 0."""
         config, world = self.config, self.world
-        # Whatever is random in a step (dropout) depends on its number alone, so that it is the same after a resume.
+        # Randomness (dropout) depends on the step's number alone, so that it is the same after a resume.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + world.rank) % 2**63)
         learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
         targets = world.sum((self.context.own(batch.mask) if self.context else batch.mask).sum())

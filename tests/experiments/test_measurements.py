@@ -3,9 +3,16 @@
 import json
 import math
 
+import pytest
 import torch
 
-from gss.bench.results import Measurement, document, missing, number, table
+from experiments.measurements import Measurement, TrainingSpeed, document, number, table
+
+
+def test_mfu_is_six_flops_a_parameter_and_token_over_the_matmul_rate() -> None:
+    rows = {row.name: row.value for row in TrainingSpeed(400_000.0, 192_000_000).rows("gss", "16×4096", 766e12)}
+    assert rows["MFU of gss, 16×4096"] == pytest.approx(6 * 192e6 * 400e3 / 766e12)
+    assert rows["training gss, 16×4096"] == 400_000.0
 
 
 def test_a_goal_is_a_limit_from_the_better_side() -> None:
@@ -14,7 +21,7 @@ def test_a_goal_is_a_limit_from_the_better_side() -> None:
     assert Measurement("memory", 31.0, "GB", 30.0).met is False
     assert Measurement("memory", 30.0, "GB", 30.0).met is True
     assert Measurement("speed", 1.0, "tokens/s").met is None
-    assert missing("speed", "tokens/s", "out of memory", 400.0).met is False
+    assert Measurement("speed", None, "tokens/s", 400.0, note="out of memory").met is False
 
 
 def test_a_ratio_over_one_is_better_whatever_the_unit() -> None:
@@ -37,7 +44,7 @@ def test_the_document_is_json_with_a_header() -> None:
 def test_the_table_has_every_row_and_no_empty_column() -> None:
     rows = [
         Measurement("speed", 431_204.0, "tokens/s", 430_000.0),
-        missing("speed of a peer", "tokens/s", "not installed"),
+        Measurement("speed of a peer", None, "tokens/s", note="not installed"),
     ]
     text = table(rows)
     assert "431,204" in text

@@ -1,27 +1,17 @@
 """What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table."""
 
-import os
-import platform
-import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from gss.bench.check import Figure
+from gss.bench.machine import provenance
 from gss.io.files import finite
 
 LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long", "nats"})
 """Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
-
-Report = Callable[[str], None]
-"""Told what is being measured."""
-_PACKAGES = ("gss-lm", "torch", "triton", "transformers", "gated-state-spaces-pytorch", "flash-linear-attention")
 
 
 @dataclass(frozen=True)
@@ -57,31 +47,30 @@ class Measurement:
         return replace(self, peer=peer, ratio=ratio)
 
 
-def missing(name: str, unit: str, reason: str, goal: float | None = None) -> Measurement:
-    """The row of something that could not be measured."""
-    return Measurement(name, None, unit, goal, note=reason)
+@dataclass(frozen=True)
+class TrainingSpeed:
+    """What training one model at one shape gave."""
+
+    tokens_per_second: float
+    parameters: int
+    peak_bytes: int | None = None
+    """Of GPU memory; None on a CPU."""
+
+    def rows(self, name: str, where: str, matmul_rate: float | None) -> list[Measurement]:
+        """The speed; MFU where the machine's matrix rate is known; memory."""
+        size = f"{self.parameters / 1e6:.1f}M parameters"
+        rows = [Measurement(f"training {name}, {where}", self.tokens_per_second, "tokens/s", note=size)]
+        if matmul_rate:
+            mfu = 6 * self.parameters * self.tokens_per_second / matmul_rate
+            rows.append(Measurement(f"MFU of {name}, {where}", mfu, "of matmul rate", note="6·parameters·tokens/s"))
+        if self.peak_bytes is not None:
+            rows.append(Measurement(f"peak memory of {name}, {where}", self.peak_bytes / 1e9, "GB"))
+        return rows
 
 
-def compared(
-    names: Sequence[str], what: str, where: str, measure: Callable[[str], list[Measurement]], report: Report
-) -> list[Measurement]:
-    """The rows that each of these models has; the first row of each is its speed, set beside the first model's.
-
-    One after the first that fails has no figure, and its row says why.
-    """
-    rows: list[Measurement] = []
-    for name in names:
-        title = f"{what} {name}, {where}"
-        report(title)
-        try:
-            speed, *others = measure(name)
-        except Exception as error:
-            if not rows:
-                raise
-            rows.append(missing(title, "tokens/s", reason(error)))
-            continue
-        rows += [speed.beside(names[0], rows[0].value) if rows else speed, *others]
-    return rows
+def measurements(figures: Iterable[Figure]) -> list[Measurement]:
+    """What `gss.bench` measured; limits become goals."""
+    return [Measurement(each.name, each.value, each.unit, each.limit, note=each.note) for each in figures]
 
 
 def reason(error: BaseException) -> str:
@@ -97,47 +86,6 @@ def document(
     header = provenance(device) | ({"commit": commit} if commit else {})
     rows_given: list[dict[str, Any]] = finite([asdict(row) for row in rows])
     return {**header, "ceilings": dict(ceilings or {}), "rows": rows_given}
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Where figures come from: command, commit, hardware, versions and date."""
-    there = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-    return {
-        "command": command_line(),
-        "commit": source_commit(),
-        "hardware": hardware(device),
-        "versions": {"python": platform.python_version(), **{name: there[name] for name in _PACKAGES if name in there}},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def command_line() -> str:
-    """How this program was started; absolute paths are cut to the name, since folders differ between machines."""
-    program = Path(sys.argv[0])
-    script = program.suffix == ".py" and program.name != "__main__.py"
-    start = ["python", "-m", f"experiments.{program.stem}"] if script else ["gss"]
-    return shlex.join([*start, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
-
-
-def hardware(device: torch.device) -> str:
-    """The GPU's name, or the processor's and the threads used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
-
-
-def source_commit() -> str:
-    """The commit of the source tree this runs from, "-dirty" with changes in it; empty where there is none."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def table(rows: Sequence[Measurement]) -> str:
