@@ -6,22 +6,15 @@ its effect. Imports no torch, so that a command line can list the options at onc
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from gss.choices import check_fields
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Effect = Callable[["Tensor", "Tensor"], "Tensor"]
+_Limits = dict[str, float] | None
 
 
 def _option(
-    default: Any,
-    about: str,
-    served: dict[str, float] | None = None,
-    effect: Effect | None = None,
-    **limits: float,
+    default: Any, about: str, served: _Limits = None, effect: Callable[..., Any] | None = None, **limits: float
 ) -> Any:
     """Limits by the names that pydantic has for them; a server's, for requests from elsewhere, may be others.
 
@@ -29,8 +22,8 @@ def _option(
     being 0; at the default it changes nothing. It comes before `top_k` and `top_p`. An option without one is known to
     `gss.decode.sampler`.
     """
-    about_it = {"about": about, "limits": limits, "served": served or limits, "effect": effect}
-    return field(default=default, metadata=about_it)
+    metadata = {"about": about, "limits": limits, "served": served or limits, "effect": effect}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
