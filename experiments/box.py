@@ -185,7 +185,7 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
         return json.loads(kept.read_text())
     choices = {"auto": (False, True), "no": (False,), "yes": (True,)}[arguments.compile]
     if arguments.trial:
-        decided: dict[str, Any] = {"steps": TRIAL_STEPS, "compile": False, "probes": []}
+        decided: dict[str, Any] = {"steps": arguments.steps or TRIAL_STEPS, "compile": False, "probes": []}
     else:
         probes = [probe(arguments, data, compiled, clock.left / 3) for compiled in choices]
         clock.say(f"probes: {json.dumps(probes)}")
