@@ -6,7 +6,8 @@ BOOKS holds books-train-*.tar.xz and books-valid.tar.xz (train/*.txt and valid/*
 text. In turn: unpack, train the vocabulary, tokenise, time a few steps with and without torch.compile, train as many
 steps of the recipe `box` as fit into what is left of the time, pack in int8, score the rounded model on the held-out
 books at 512, 4k, 16k and 65k tokens, write the card, print a sample. What WORK holds already is not done again, and a
-run that was cut short goes on: give the same command. A run stopped by the clock is written out too; its card says so.
+run that was cut short goes on: give the same command. A run stopped by the clock is written out too, and its card says
+so; with --train-minutes or --steps it is not, and goes on in the next call.
 
 `--trial` does all of it on a CPU in under a minute: a tiny model, a few of the books, or, without BOOKS, this
 repository's own documentation.
@@ -16,14 +17,12 @@ import argparse
 import json
 import math
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -34,8 +33,8 @@ from typing import Any
 import torch
 
 import gss
-from experiments.box_card import LOOP_TIMES, LOOP_WORDS
 from experiments.box_export import folder_size, write_box, write_card
+from experiments.box_texts import PROMPT, TOKENS, line_breaks, samples, unwrap_books
 from gss.accounting import account
 from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.tokenizer_training import train_tokenizer
@@ -43,34 +42,15 @@ from gss.evaluation import PAPER_LENGTHS, evaluate
 from gss.io.runs import read_metrics
 from gss.lm import load
 from gss.recipes import recipe_path
+from gss.serve.about import time_constants
 
 ROOT = Path(__file__).parents[1]
 CONFIG = recipe_path("box")
 PIECES, SAMPLE_BYTES = 8192, 30_000_000
-PROMPT, TEMPERATURE = "It was a dark and stormy night", 0.8  # what `gss generate` samples with
-PROMPTS = (
-    PROMPT,
-    "The old man looked at",
-    "She opened the letter and read",
-    "In the year 1845,",
-    '"My dear sir," said the captain,',
-    "The king of France",
-    "Once upon a time",
-    "He had never before seen",
-    "The ship was",
-    "Chapter I",
-    "On the morning of the third day",
-    "There was no doubt that",
-    "The doctor shook his head",
-    "Two women were walking",
-    "London, in those days,",
-    "I was born in",
-)
-COOL, TOKENS = 0.6, 150
-"""How the texts that are looked through for blank lines and loops are sampled."""
+TEMPERATURE = 0.8  # what `gss generate` samples with
 PROBE_STEPS = 60
 # Seconds kept for what follows training: rounding, scoring five million tokens at four lengths, the card.
-AFTER_TRAINING = 75.0
+AFTER_TRAINING = 100.0
 # The share of the measured speed that is counted on, as evaluations, samples and checkpoints take time too.
 CAUTION = 0.93
 TRIAL_DOCUMENTS, TRIAL_STEPS = 6, 12
@@ -158,7 +138,9 @@ def corpus(arguments: argparse.Namespace, clock: Clock) -> Path:
         pieces, most = (512, 200_000) if arguments.trial else (PIECES, SAMPLE_BYTES)
         made = train_tokenizer([str(text / "train")], vocabulary, vocab_size=pieces, max_bytes=most, force=True)
         clock.say(f"vocabulary of {made.vocab_size:,} pieces in {vocabulary}")
-    manifest = prepare([str(text)], data, load_tokenizer(vocabulary))
+    also = unwrap_books(text / "train", arguments.work / "unwrapped" / "train")
+    clock.say(f"{also:,} books once more with the lines of each paragraph joined")
+    manifest = prepare([str(text), str(arguments.work / "unwrapped")], data, load_tokenizer(vocabulary))
     counts = ", ".join(f"{facts['tokens']:,} tokens of {name}" for name, facts in manifest.splits.items())
     clock.say(f"prepared {counts}")
     return data
@@ -203,14 +185,15 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
         return json.loads(kept.read_text())
     choices = {"auto": (False, True), "no": (False,), "yes": (True,)}[arguments.compile]
     if arguments.trial:
-        decided: dict[str, Any] = {"steps": TRIAL_STEPS, "compile": False, "probes": []}
+        decided: dict[str, Any] = {"steps": arguments.steps or TRIAL_STEPS, "compile": False, "probes": []}
     else:
         probes = [probe(arguments, data, compiled, clock.left / 3) for compiled in choices]
         clock.say(f"probes: {json.dumps(probes)}")
         best = max(probes, key=lambda row: row.get("tokens_per_second", 0.0))
         if "error" in best:
             raise RuntimeError(f"training fails: {best['error']}")
-        seconds = clock.left - AFTER_TRAINING - best["startup_seconds"]
+        whole = arguments.train_minutes and arguments.train_minutes * 60
+        seconds = (whole or clock.left - AFTER_TRAINING) - best["startup_seconds"]
         fits = int(seconds * CAUTION * best["tokens_per_second"] / best["batch_tokens"])
         decided = {"steps": arguments.steps or fits, "compile": best["compile"], "probes": probes}
     if decided["steps"] < 10:
@@ -247,6 +230,7 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
         raise
     if code not in (0, 128 + signal.SIGTERM):
         raise RuntimeError(f"gss train ended with status {code}")
+    decided["complete"] = code == 0
     decided["minutes"] = decided.get("minutes", 0.0) + (time.monotonic() - started) / 60
     _keep(arguments.work, decided)
     return decided["minutes"]
@@ -276,21 +260,6 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> 
             "after": after.perplexity,
         },
     }
-
-
-def samples(lm: gss.LM, tokens: int = TOKENS) -> dict[str, Any]:
-    """How many continuations of PROMPTS run into blank lines or into a loop."""
-    texts = [lm.generate(prompt, max_tokens=tokens, temperature=COOL, seed=i) for i, prompt in enumerate(PROMPTS)]
-    blank = sum(re.search(r"(\n\s*){5}", text) is not None for text in texts)
-    loops = sum(map(in_a_loop, texts))
-    return {"texts": len(texts), "tokens": tokens, "temperature": COOL, "blank": blank, "loops": loops}
-
-
-def in_a_loop(text: str) -> bool:
-    """Whether the same few words stand in the text again and again."""
-    words = text.split()
-    runs = Counter(tuple(words[i : i + LOOP_WORDS]) for i in range(len(words) - LOOP_WORDS + 1))
-    return max(runs.values(), default=0) >= LOOP_TIMES
 
 
 def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], minutes: float) -> dict[str, Any]:
@@ -349,6 +318,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything, preparation and scoring included")
     parser.add_argument("--work", type=Path, default=Path("runs/box"), help="text, corpus, run")
     parser.add_argument("--tokenizer", type=Path, help="a vocabulary that `gss tokenizer train` made")
+    parser.add_argument("--train-minutes", type=float, help="of training alone; over several calls, if need be")
     parser.add_argument("--steps", type=int, help="instead of as many as fit; over several calls, if need be")
     parser.add_argument("--compile", choices=("auto", "yes", "no"), default="auto", help="auto: time both")
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, key=value")
@@ -364,14 +334,19 @@ def main() -> None:
     clock.say(f"{decided['steps']:,} steps, compile {decided['compile']}")
     minutes = train(arguments, data, decided, clock)
     clock.say("trained")
+    if not decided["complete"] and (arguments.steps or arguments.train_minutes):
+        sys.exit("there are steps left, and they were asked for: give the same command again")
     if (arguments.out / "config.json").exists():
         shutil.rmtree(arguments.out)
     box, run = write_box(arguments.work / "run", arguments.out), arguments.work / "run"
     device = "cuda" if torch.cuda.is_available() and not arguments.trial else "cpu"
     known = facts(arguments, data, decided, minutes)
-    known |= score(box, run, open_dataset(data, "valid"), device, arguments.trial)
+    held_out = open_dataset(data, "valid")
+    known |= score(box, run, held_out, device, arguments.trial)
     clock.say("scored")
     lm = load(box)
+    known["memory"] = time_constants(lm.model)
+    known["line_breaks"] = line_breaks(lm, [held_out.document(number) for number in range(min(4, len(held_out)))])
     text = lm.generate(PROMPT, max_tokens=200, temperature=TEMPERATURE)
     known["samples"] = samples(lm, 10 if arguments.trial else TOKENS)
     known["sample"] = {"prompt": PROMPT, "temperature": TEMPERATURE, "seed": 0, "text": PROMPT + text}

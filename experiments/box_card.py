@@ -39,9 +39,9 @@ def card(facts: Mapping[str, Any]) -> str:
     scores = [
         _row("tokens of context", *lengths),
         _row(*["---"] * (len(lengths) + 1)),
-        _row("perplexity a token", *(f"{row['perplexity']:.2f}" for row in facts["scores"])),
-        _row("bits a byte", *(f"{row['bits_per_byte']:.4f}" for row in facts["scores"])),
-        _row("perplexity a word", *(f"{row['word_perplexity']:.1f}" for row in facts["scores"])),
+        _row("perplexity per token", *(f"{row['perplexity']:.2f}" for row in facts["scores"])),
+        _row("bits per byte", *(f"{row['bits_per_byte']:.4f}" for row in facts["scores"])),
+        _row("perplexity per word", *(f"{row['word_perplexity']:.1f}" for row in facts["scores"])),
     ]
     seen = training["steps"] * training["batch_tokens"]
     stopped = (
@@ -73,6 +73,7 @@ def card(facts: Mapping[str, Any]) -> str:
         if tried
         else ""
     )
+    written += _line_breaks(facts) + _memory(facts)
     quoted = "\n".join(f"> {line}".rstrip() for line in facts["sample"]["text"].splitlines())
     return f"""# The model in the box
 
@@ -114,6 +115,28 @@ Prompt “{facts["sample"]["prompt"]}”, temperature {facts["sample"]["temperat
 
 {quoted}
 """
+
+
+def _line_breaks(facts: Mapping[str, Any]) -> str:
+    found = facts.get("line_breaks")
+    if not found:
+        return ""
+    return (
+        f"\n\nPrompts may be typed in one line: on pieces of held-out books it needs {found['broken']:.3f} bits per "
+        f"byte with\ntheir line breaks and {found['joined']:.3f} with the lines of each paragraph joined."
+    )
+
+
+def _memory(facts: Mapping[str, Any]) -> str:
+    layers = facts.get("memory", {}).get("layers")
+    if not layers:
+        return ""
+    medians, slow = ([layer["quantiles"][level] for layer in layers] for level in ("0.5", "0.95"))
+    return (
+        f"\n\nOf the modes of its state spaces, half last {min(medians):,.0f} tokens or more in the layer with the "
+        f"shortest memory\nand {max(medians):,.0f} in that with the longest; one in twenty lasts "
+        f"{min(slow):,.0f} to {max(slow):,.0f}."
+    )
 
 
 def _row(*cells: str) -> str:

@@ -106,6 +106,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"name": "x"}, "ModelConfig has no field 'name'"),
         ({"colour": 3}, "ModelConfig has no field 'colour'; choose from: vocab_size"),
         ({"heads": 3}, "has no field 'heads'; did you mean matrix_state.heads or attention.heads?"),
+        ({"widht": 3}, r"ModelConfig has no field 'widht'; did you mean width\?"),
         ({"attention.windw": 3}, "AttentionConfig has no field 'windw'; did you mean window"),
         ({"attention.colour": 3}, "AttentionConfig has no field 'colour'"),
     ],

@@ -15,14 +15,14 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 import gss
-from experiments.box import in_a_loop, samples
 from experiments.box_card import FIELDS, card
 from experiments.box_export import CARD, MOST_BYTES, folder_size, write_box, write_card
 from experiments.box_export import FACTS as FACTS_FILE
+from experiments.box_texts import in_a_loop, line_breaks, samples, unwrap, unwrap_books
 from gss import box
 from gss.accounting import account
 from gss.cli import app
-from gss.data import load_tokenizer, prepare
+from gss.data import load_tokenizer, open_dataset, prepare
 from gss.generate import Sampling, generate
 from gss.nn.quantized import quantize
 from gss.recipes import recipe_path
@@ -114,6 +114,7 @@ def test_the_recipe_fits() -> None:
     assert weights + 300_000 <= MOST_BYTES  # a vocabulary of 8,192 pieces takes 140 kB
     assert {"gss2", "attention"} == set(run.model.layers)
     assert run.eos_first
+    assert run.steps * run.optimizer.state_space_learning_rate <= 1  # slow modes stay slow
 
 
 def test_matrices_are_int8_and_the_rest_is_float32(folders: tuple[Path, Path, Path]) -> None:
@@ -141,6 +142,26 @@ def test_blank_lines_and_loops_are_counted(shipped: Path) -> None:
     found = samples(gss.load(), 5)
     assert (found["texts"], found["tokens"]) == (16, 5)
     assert 0 <= found["blank"] <= 16
+
+
+def test_lines_of_prose_are_joined(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    full = "It was a dark and stormy night, and the rain fell in"
+    prose, verse = f"{full}\n{full}\ntorrents.", "The sea is calm to-night.\nThe tide is full,"
+    table = f"    {full}\n    {full}"
+    kept = [verse, table, "", f"{full}\n\n"]
+    assert unwrap("\n\n".join([prose, *kept])) == "\n\n".join([f"{full} {full} torrents.", *kept])
+    (tmp_path / "train").mkdir()
+    for number in range(7):
+        (tmp_path / "train" / f"{number}.txt").write_text(prose, encoding="utf-8")
+    assert unwrap_books(tmp_path / "train", tmp_path / "joined") == 3
+    assert {path.name: path.read_text() for path in (tmp_path / "joined").iterdir()} == {
+        f"{number}-unwrapped.txt": f"{full} {full} torrents." for number in (0, 3, 6)
+    }
+    lm = gss.load(folders[1])
+    held_out = open_dataset(folders[0], "valid")
+    found = line_breaks(lm, held_out.documents())
+    assert found["broken"] == found["joined"]  # these documents have one line each
+    assert 0 < found["broken"] < 16
 
 
 def test_a_box_is_refused_when_it_cannot_ship(
@@ -226,6 +247,10 @@ def test_the_card_has_every_figure(folders: tuple[Path, Path, Path], tmp_path: P
         assert figure in text
     for fact in ("2026-11-15", "abc1234", "a GPU", "> late.", "0123456789abcdef", "## Limits", "## Data"):
         assert fact in text
+    layers = [{"quantiles": {"0.5": half, "0.95": slow}} for half, slow in ((120.4, 4000), (300, 3000))]
+    more = card({**FACTS, "line_breaks": {"broken": 1.2, "joined": 1.3}, "memory": {"layers": layers}})
+    for figure in ("1.200 bits per byte", "1.300 with the lines", "last 120 tokens", "300 in that", "3,000 to 4,000"):
+        assert figure in more
     for name in FIELDS:
         with pytest.raises(ValueError, match=f"needs {name}"):
             card({key: value for key, value in FACTS.items() if key != name})

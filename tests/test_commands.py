@@ -168,6 +168,8 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompts", tmp_path / "bad")
+    with pytest.raises(ValueError, match="--prompt or --prompts, not both"):
+        call(*options, "--prompt", "the ")
 
 
 @pytest.mark.parametrize(("name", "shown"), [(None, 60), ("optimizer", 12), ("optimizer.learning_rate", 1)])
@@ -179,6 +181,7 @@ def test_settings(name: str | None, shown: int) -> None:
     assert all(" = " in head for head in heads)
     assert all(len(text.strip()) > 5 for text in texts)
     if name is None:
+        assert "model.activation gelu | relu2 | swish | relu = " in "\n".join(heads)
         with pytest.raises(ValueError, match=r"did you mean optimizer\.learning_rate"):
             call("settings", "optimizer.learning_rat")
 

@@ -9,7 +9,7 @@ import importlib
 import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
     """
     known, deep = list(names), list(dotted)
     close = [each for each in deep if each.endswith(f".{name}")]
-    close = close or difflib.get_close_matches(name, [*known, *deep], 3)
+    close = close or difflib.get_close_matches(name, dict.fromkeys([*known, *deep]), 3)
     return f"; did you mean {' or '.join(close)}?" if close else f"; choose from: {', '.join(known)}"
 
 
@@ -40,8 +40,18 @@ def limited(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"limits": limits})
 
 
-def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -> None:
-    """Refuse values outside the limits of their field, or not among the choices of its type or of `registered`."""
+def chosen(default: Any, choices: Collection[str]) -> Any:
+    """A field of a configuration whose value, or each of whose values, is the name of something registered."""
+    return field(default=default, metadata={"choices": choices})
+
+
+def choices_of(each: Field[Any], kind: Any) -> Collection[str]:
+    """What a field of this type may hold; empty where that is not a list."""
+    return each.metadata.get("choices") or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Refuse a value outside its field's limits, or not among the choices of its field or type."""
     hints = typing.get_type_hints(type(config))
     for each in fields(config):
         name, kind, given = each.name, hints[each.name], getattr(config, each.name)
@@ -52,9 +62,9 @@ def check_fields(config: Any, prefix: str = "", **registered: Collection[str]) -
             if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
                 said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
                 raise ValueError(f"{prefix}{name} must be {said}, not {given!r}")
-        choices = registered.get(name, typing.get_args(kind) if typing.get_origin(kind) is Literal else None)
+        choices = choices_of(each, kind)
         for value in given if typing.get_origin(kind) is tuple else (given,):
-            if choices is not None and value not in choices:
+            if choices and value not in choices:
                 raise ValueError(f"{prefix}{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, check_fields, limited, nearest
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, check_fields, chosen, limited, nearest
 
 Config = TypeVar("Config")
 
@@ -28,7 +28,7 @@ class StateSpaceConfig:
 
     modes: int = limited(512, ge=1)
     """N, complex modes per channel."""
-    discretization: str = "zoh"
+    discretization: str = chosen("zoh", DISCRETIZATIONS)
     """Zero-order hold (the paper's) or the bilinear transform (the paper found little difference)."""
     imaginary: Literal["exp", "plain"] = "exp"
     """Whether the stored imaginary part is exponentiated (the paper's code) or used as it is (DSS, S4D)."""
@@ -49,7 +49,7 @@ class StateSpaceConfig:
     mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
-        check_fields(self, discretization=DISCRETIZATIONS)
+        check_fields(self)
         for name in ("decay_range", "frequency_range", "step_range"):
             bounds = getattr(self, name)
             if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
@@ -148,7 +148,7 @@ class ModelConfig:
     """E, width of the residual stream."""
     depth: int = limited(16, ge=1)
     """Number of layers."""
-    pattern: tuple[str, ...] = ("gss",)
+    pattern: tuple[str, ...] = chosen(("gss",), LAYERS)
     """Kinds of the first layers, repeated up to `depth` layers. The hybrid's is ("gss", "attention", "gss", "gss"):
     attention at layers 2, 6, 10, …"""
     gate_width: int = limited(4096, ge=1)
@@ -162,9 +162,9 @@ class ModelConfig:
     """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
     feedforward: Literal["plain", "gated"] = "plain"
     """φ(xW₁)·W₃, or gated: (φ(xW₁) ∗ xW₂)·W₃, which with swish is SwiGLU."""
-    activation: str = "gelu"
+    activation: str = chosen("gelu", ACTIVATIONS)
     """φ of the GSS layer, and the feed-forwards' activation."""
-    norm: str = "layernorm"
+    norm: str = chosen("layernorm", NORMS)
     """Kind of every norm: layernorm (scale and bias) or rmsnorm (scale alone)."""
     norm_epsilon: float = limited(1e-6, gt=0)
     """Added to the variance in every norm."""
@@ -193,7 +193,7 @@ class ModelConfig:
     """The recurrent state of recurrent and feedback layers."""
 
     def __post_init__(self) -> None:
-        check_fields(self, pattern=LAYERS, activation=ACTIVATIONS, norm=NORMS)
+        check_fields(self)
         if not self.pattern:
             raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
         if self.recurrent.block > self.recurrent.blocks:

@@ -1,7 +1,7 @@
 """A model with its vocabulary: `gss.load` gives one; it writes text, scores text and reads text into a state."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -124,11 +124,13 @@ class LM:
         *,
         precision: str = "auto",
         context: Context | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> ModelState:
         """The state after a text, at the start of a document or after what `state` has read.
 
         A long text is read once and continued as often as you like; `gss.save_state` keeps the state in a file. Several
-        ranks that all call this with their `gss.nn.context.Context` read it together, and all get the state.
+        ranks that all call this with their `gss.nn.context.Context` read it together, and all get the state. `progress`
+        is called with the share that has been read, piece by piece.
 
         >>> lm = gss.load(run)
         >>> state = lm.read("Once upon a time")
@@ -139,7 +141,7 @@ class LM:
         ids = prompt_ids(self.tokenizer, text, state or first_state(self.model))
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):
-            return read(self.model, tokens, state, context=context)[1]
+            return read(self.model, tokens, state, context=context, progress=progress)[1]
 
     def score(self, text: str, *, precision: str = "auto") -> Score:
         """How likely a text is, token by token, as a document from its start.

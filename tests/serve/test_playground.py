@@ -331,8 +331,12 @@ def test_examples_files_copies_and_what_is_not_shown(visit: Visit, tmp_path: Pat
     page.click("#copy")
     api.expect(page.locator("#status")).to_have_text(re.compile("Copied|Selected"))
     api.expect(page.locator("#memory")).to_contain_text("this text: 7,206 tokens")
-    page.route("**/v1/completions", partial(_answer, 500, "{}"))
+    waiting: list[Any] = []
+    page.route("**/v1/completions", lambda route: waiting.append(route))
     page.click("#run")
+    for figure in ("speed", "first", "written", "read", "bits"):  # not those of the text before
+        api.expect(page.locator(f"#{figure}")).to_have_text("–")
+    _answer(500, "{}", waiting[0])
     api.expect(page.locator("#error")).to_be_visible()
     api.expect(page.locator("#memory")).not_to_contain_text("this text")
     assert all("500" in said for said in visit.complaints)

@@ -1,6 +1,7 @@
 """The figures that a run shows of itself."""
 
 import io
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,11 +61,13 @@ def test_the_live_line_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) ->
         assert progress._live is not None
         monkeypatch.setattr(progress._live, "update", lambda text: shown.append(text.plain))
         progress.stepped(1)
+        progress.stepped(2)
         row = {"step": 2, "loss": 3.2, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 9.0}
         progress.training(row, 98.0)
         progress.stepped(3)
-    assert [line.split(" · ")[0] for line in shown] == ["step 1/100", "step 2/100", "step 3/100"]
-    assert "9 tokens/s" in shown[2]
+    assert [line.split(" · ")[0] for line in shown] == [f"step {step}/100" for step in (1, 2, 2, 3)]
+    assert re.search(r"about \d+s left$", shown[1])  # before there is any figure
+    assert "9 tokens/s" in shown[3]
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(2, False), (12_500_000_000, True)])

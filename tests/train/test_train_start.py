@@ -215,8 +215,10 @@ def call(*arguments: object) -> str:
 
 def test_the_commands(corpus: Path, base: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("bad fed ace " * 30)
-    said = call("read", tmp_path / "book.txt", base, "--out", tmp_path / "state", "--int8")
-    assert said.startswith("read 361 tokens")
+    reading = ["read", str(tmp_path / "book.txt"), str(base), "--out", str(tmp_path / "state"), "--int8"]
+    result = CliRunner().invoke(app, reading)
+    assert result.stdout.startswith("read 361 tokens")
+    assert result.stderr == "reading: 100%\n"
     assert call("generate", base, "--state", tmp_path / "state", "--prompt", "had", "--tokens", 5).startswith("had")
     scores = [
         json.loads(call("eval", base, "--data", corpus, "--lengths", 64, "--json", *state))["rows"][0]["loss"]

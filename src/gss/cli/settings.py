@@ -4,9 +4,9 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from typer import Argument
 
@@ -36,13 +36,16 @@ def _described(config: Any, prefix: str) -> Iterator[Setting]:
             yield from _described(value, f"{prefix}{field.name}.")
         else:
             default = json.dumps(value) if value is not None else "none"
-            yield Setting(prefix + field.name, _kind(field.type), default, texts.get(field.name, ""))
+            yield Setting(prefix + field.name, _kind(field), default, texts.get(field.name, ""))
 
 
-def _kind(kind: Any) -> str:
-    """A type as a user reads it: its choices, where it lists them."""
-    if get_origin(kind) is Literal:
-        return " | ".join(map(str, get_args(kind)))
+def _kind(field: Field[Any]) -> str:
+    """A field's type as a user reads it: its choices, where there are some."""
+    from gss.choices import choices_of
+
+    kind = field.type
+    if choices := choices_of(field, kind):
+        return " | ".join(map(str, choices)) + (", …" if get_origin(kind) is tuple else "")
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
 
 

@@ -72,6 +72,8 @@ def generate_command(
     from gss.precision import check
 
     check(precision)
+    if prompt and prompts:
+        raise ValueError("give --prompt or --prompts, not both")
     given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _argument(prompt)]
     drawn = Sampling(**sampling)
     lm = load(run, step=step, device=pick_device(device), state=state, weights=weights)
@@ -128,13 +130,15 @@ def read_command(
     precision: Precision = "auto",
 ) -> None:
     """Read a document once and keep what the model remembers of it: a state, which texts can start from."""
+    from gss.cli.show import share_bar
     from gss.io.devices import pick_device
     from gss.io.states import save_state
     from gss.lm import load
 
     text = _standard_input() if book == "-" else _text_of(Path(book))
     lm = load(run, step=step, device=pick_device(device), state=state)
-    after = lm.read(text, precision=precision)
+    with share_bar("reading") as show:
+        after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))
     save_state(after, out, int8=int8)
     print(f"read {int(after.position):,} tokens; wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 

@@ -35,12 +35,13 @@ def read(
     state: ModelState | None = None,
     piece: int | None = None,
     context: Context | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
 
     A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
     all rows together, if that is more. The ranks of a `context` read a piece each at the same time, and all have the
-    logits and the state in the end.
+    logits and the state in the end. `progress` is told the share that has been read after each piece.
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
@@ -50,6 +51,8 @@ def read(
     for first, length, sharing in shared_pieces(tokens.shape[1], piece, context):
         hidden, state = model.hidden(tokens[:, first : first + length], state, context=sharing)
         last = sharing.gather(hidden[:, -1])[-1] if sharing else hidden[:, -1]
+        if progress:
+            progress((first + length) / tokens.shape[1])
     assert state is not None
     return model.logits(last), state
 

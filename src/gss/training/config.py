@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gss.choices import check_fields, limited
+from gss.choices import check_fields, chosen, limited
 from gss.config import ModelConfig, override, parse_assignments, read_toml, to_mapping
 from gss.presets import preset
 from gss.recipes import read_recipe
@@ -28,7 +28,7 @@ class OptimizerConfig:
     """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
     matrix_learning_rate: float | None = limited(None, gt=0)
     """Base rate of the layers' matrices, on the same schedule. None: `learning_rate`."""
-    schedule: str = "cosine"
+    schedule: str = chosen("cosine", SCHEDULES)
     """After the warm-up: a cosine that reaches the final rate at the last step, or 1/√step with the final rate as its
     floor."""
     final_learning_rate: float = limited(1e-6, ge=0)
@@ -52,7 +52,7 @@ class OptimizerConfig:
     """The norm of all gradients together is clipped to this."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "optimizer.", schedule=SCHEDULES)
+        check_fields(self, "optimizer.")
         if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
 

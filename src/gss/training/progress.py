@@ -77,6 +77,7 @@ class Progress:
         self._live: Live | None = None
         self._row: Mapping[str, Any] | None = None
         self._ends = 0.0
+        self._began: tuple[int, float] | None = None
         self._boards = boards
 
     def __enter__(self) -> "Progress":
@@ -109,10 +110,14 @@ class Progress:
         """Count another step in the live line; its metrics are not known yet."""
         if self._live is None:
             return
+        now = time.monotonic()
+        first, began = self._began = self._began or (step, now)
         line = f"step {step:,}/{self._steps:,} · the first figures are on their way"
         if self._row is not None:
-            left = self._ends - time.monotonic()
+            left = self._ends - now
             line = training_line({**self._row, "step": step}, self._steps, left, self._console.width)
+        elif step > first:
+            line += f" · about {duration((self._steps - step) * (now - began) / (step - first))} left"
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

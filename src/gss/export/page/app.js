@@ -13,7 +13,7 @@ fetch("model.json")
   .then(({ name, parameters, state }) => {
     const numbers = Object.values(state).reduce((sum, shape) => sum + shape.reduce((product, size) => product * size, 1), 0);
     at("model").textContent = `${name} · ${whole(parameters)} parameters · in this browser, without a server`;
-    at("state").textContent = `${(numbers / 2 ** 18).toFixed(1)} MiB`;
+    at("state").textContent = `${((4 * numbers) / 1e6).toFixed(2)} MB`;
   })
   .catch(() => fail("Open this page through a file server, such as python -m http.server: a browser reads no files beside file:// pages."));
 
@@ -82,8 +82,13 @@ at("form").addEventListener("submit", (event) => {
 });
 at("stop").addEventListener("click", stop);
 at("copy").addEventListener("click", async () => {
-  await navigator.clipboard.writeText(at("text").textContent);
-  say("Copied");
+  try {
+    await navigator.clipboard.writeText(at("text").textContent);
+    say("Copied");
+  } catch {
+    getSelection().selectAllChildren(at("text")); // not every address may write to the clipboard
+    say("Selected: copy it with your keyboard");
+  }
 });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();

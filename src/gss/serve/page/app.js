@@ -54,6 +54,7 @@ async function run() {
   figures = { began: performance.now(), first: 0, latest: 0, early: 0, written: 0, read: 0, nats: 0, scored: 0 };
   fail(null);
   busy(true);
+  show();
   say("Reading the prompt…");
   at("unshown").hidden = body.echo || !body.prompt;
   at("unshown").textContent = `The prompt of ${whole([...body.prompt].length)} characters is not shown here; what follows it is.`;

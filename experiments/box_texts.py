@@ -1,0 +1,93 @@
+"""Texts of the model in the box: books as prompts are typed, and what the model makes of prompts.
+
+Project Gutenberg breaks lines at some 70 characters; who types a prompt does not. A model that has seen only broken
+lines is lost after one that is longer, so some books are read a second time with the lines of each paragraph joined.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gss
+from experiments.box_card import LOOP_TIMES, LOOP_WORDS
+from gss.data import Document
+
+EVERY = 3
+"""Every so many-th book is also read with its lines joined: a quarter of all tokens."""
+SHORTEST = 50
+"""A line that was broken because it was full has so many characters; verses and tables have fewer."""
+LOOKED_AT = 3000
+"""Tokens in the middle of a held-out book that are scored with and without their line breaks."""
+PROMPT = "It was a dark and stormy night"
+PROMPTS = (
+    PROMPT,
+    "The old man looked at",
+    "She opened the letter and read",
+    "In the year 1845,",
+    '"My dear sir," said the captain,',
+    "The king of France",
+    "Once upon a time",
+    "He had never before seen",
+    "The ship was",
+    "Chapter I",
+    "On the morning of the third day",
+    "There was no doubt that",
+    "The doctor shook his head",
+    "Two women were walking",
+    "London, in those days,",
+    "I was born in",
+)
+COOL, TOKENS = 0.6, 150
+"""How the texts that are looked through for blank lines and loops are sampled."""
+
+
+def unwrap(text: str) -> str:
+    """The text with the lines of each paragraph of prose joined."""
+    return "\n\n".join(map(_joined, text.split("\n\n")))
+
+
+def _joined(paragraph: str) -> str:
+    lines = paragraph.split("\n")
+    flush = all(line and not line[0].isspace() for line in lines)
+    prose = flush and all(len(line) >= SHORTEST for line in lines[:-1])
+    return " ".join(lines) if prose else paragraph
+
+
+def unwrap_books(folder: Path, target: Path) -> int:
+    """Write every third book of a folder with its lines joined to another folder; gives how many there are."""
+    target.mkdir(parents=True, exist_ok=True)
+    books = sorted(folder.glob("*.txt"))[::EVERY]
+    for book in books:
+        joined = unwrap(book.read_text(encoding="utf-8"))
+        (target / f"{book.stem}-unwrapped.txt").write_text(joined, encoding="utf-8")
+    return len(books)
+
+
+def line_breaks(lm: gss.LM, documents: Iterable[Document]) -> dict[str, float]:
+    """Bits per byte on pieces of held-out books, as they are and with their lines joined."""
+    bits, size = {"broken": 0.0, "joined": 0.0}, {"broken": 0, "joined": 0}
+    for document in documents:
+        middle = max(0, len(document.tokens) // 2 - LOOKED_AT // 2)
+        text = lm.tokenizer.decode(document.tokens[middle : middle + LOOKED_AT].tolist())
+        for kind, given in (("broken", text), ("joined", unwrap(text))):
+            bits[kind] -= lm.score(given).log_probability / math.log(2)
+            size[kind] += len(given.encode())
+    return {kind: bits[kind] / size[kind] for kind in bits}
+
+
+def samples(lm: gss.LM, tokens: int = TOKENS) -> dict[str, Any]:
+    """How many continuations of PROMPTS run into blank lines or into a loop."""
+    texts = [lm.generate(prompt, max_tokens=tokens, temperature=COOL, seed=i) for i, prompt in enumerate(PROMPTS)]
+    blank = sum(re.search(r"(\n\s*){5}", text) is not None for text in texts)
+    loops = sum(map(in_a_loop, texts))
+    return {"texts": len(texts), "tokens": tokens, "temperature": COOL, "blank": blank, "loops": loops}
+
+
+def in_a_loop(text: str) -> bool:
+    """Whether the same few words stand in the text again and again."""
+    words = text.split()
+    runs = Counter(tuple(words[i : i + LOOP_WORDS]) for i in range(len(words) - LOOP_WORDS + 1))
+    return max(runs.values(), default=0) >= LOOP_TIMES
