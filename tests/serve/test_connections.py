@@ -41,7 +41,7 @@ def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> P
 def served(model: gss.LanguageModel, **limits: Any) -> Iterator[tuple[int, HttpServer]]:
     """A server in this process, as `gss serve` sets it up: its port and itself."""
     bounds = Limits(**limits)
-    with engine_of(model, post=completions.post_to_loops) as engine, listening("127.0.0.1", 0) as listener:
+    with engine_of(model) as engine, listening("127.0.0.1", 0) as listener:
         server = HttpServer(create_app(engine, name="tiny", limits=bounds), engine, bounds)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         thread.start()
@@ -216,7 +216,7 @@ def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, mon
         assert not engine.metrics.running.value
         task.cancel()
 
-    with engine_of(model, post=completions.post_to_loops) as engine:
+    with engine_of(model) as engine:
         asyncio.run(ask(create_app(engine, name="tiny")))
         assert 0 < engine.metrics.generated_tokens.value < 8000
 
@@ -268,7 +268,7 @@ def test_the_largest_answer_holds_nobody_up(model: gss.LanguageModel) -> None:
         await task
         return longest
 
-    with engine_of(model, post=completions.post_to_loops) as engine:
+    with engine_of(model) as engine:
         longest = asyncio.run(ask(create_app(engine, name="tiny")))
     assert len(json.loads(sent)["choices"][0]["logprobs"]["top_logprobs"]) == most
     assert longest < 0.12

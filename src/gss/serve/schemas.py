@@ -39,47 +39,83 @@ _OPTIONS: dict[str, Any] = {
     for name, option in OPTIONS.items()
     for about in [option.metadata]
 }
-SamplingRequest: Any = create_model("SamplingRequest", __base__=Request, **_OPTIONS)
-"""The sampler's options, which every kind of completion has."""
+_Sampling: Any = create_model("SamplingRequest", __base__=Request, **_OPTIONS)
+
+
+class SamplingRequest(_Sampling):
+    """What every kind of completion has: the sampler's options, and how the answer comes."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
+    stop: str | Texts | None = Field(None, description="End before any of these; a chat ends before the next turn too.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored.")
 
 
 class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
     prompt: str | Texts | TokenIds | ManyTokenIds = Field(
         "", description="A text, several, or token ids (read exactly as given)."
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
-    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
-    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
-    stop: str | Texts | None = Field(None, description="End before any of these.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
     suffix: str | None = Field(None, description="Not supported.")
     logit_bias: dict[str, float] | None = Field(None, description="Not supported.")
-    user: str | None = Field(None, description="Ignored.")
 
     def sampling(self) -> Sampling:
         """How tokens are drawn."""
         return Sampling(**{name: value for name in OPTIONS if (value := getattr(self, name)) is not None})
 
 
+class Message(Request):
+    """A turn of a dialogue."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class ChatRequest(SamplingRequest):
+    """OpenAI's chat completions, as far as a model that continues texts can answer them.
+
+    The models are not trained to follow instructions; this is for clients that speak no other interface.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Most tokens to produce; 256 by default.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
+
+    def completion(self) -> CompletionRequest:
+        """The request to continue the dialogue as a plain text, up to where somebody else would speak."""
+        names = {"user": "User", "assistant": "Assistant"}
+        turns = [f"{names[m.role]}: {m.content}" if m.role in names else m.content for m in self.messages]
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = self.model_dump(exclude={"messages", "max_tokens", "max_completion_tokens", "stop", "stream_options"})
+        return CompletionRequest(
+            **given,
+            prompt="\n\n".join([*turns, "Assistant:"]),
+            max_tokens=self.max_completion_tokens or self.max_tokens or 256,
+            stop=["\nUser:", *stop],
+            stream_options=self.stream_options,
+        )
+
+
 class TokenizeRequest(Request):
-    """A text to cut up."""
+    """A text to tokenize."""
 
     prompt: str
     model: str | None = None
 
 
 class DetokenizeRequest(Request):
-    """Tokens to put together."""
+    """Tokens to turn into text."""
 
     tokens: TokenIds
     model: str | None = None
@@ -94,7 +130,7 @@ class Usage(BaseModel):
 
 
 class Logprobs(BaseModel):
-    """Scores of tokens, each list with one item a token."""
+    """Scores of tokens, one item per token in each list."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -123,6 +159,21 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
+class ChatChoice(BaseModel):
+    """One answer; in a chunk of a stream what is new is its `delta`."""
+
+    index: int
+    message: Message
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletion(Completion):
+    """The answer of a chat."""
+
+    object: Literal["chat.completion"]  # type: ignore[assignment]
+    choices: list[ChatChoice]  # type: ignore[assignment]
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 
@@ -148,7 +199,7 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
-    """Tokens' text."""
+    """The text of tokens."""
 
     prompt: str
 
@@ -174,14 +225,17 @@ class Error(BaseModel):
     error: ErrorDetail
 
 
+_STATUSES = {
+    400: "Something in the request is wrong or beyond a limit; `param` names it.",
+    401: "The API key is missing or wrong.",
+    403: "Addressed to another host.",
+    404: "No such model.",
+    408: "It took too long.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "The queue is full: try again later.",
+    503: "The server is about to stop.",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Error, "description": "Something in the request is wrong or beyond a limit; `param` names it."},
-    401: {"model": Error, "description": "The API key is missing or wrong."},
-    403: {"model": Error, "description": "Addressed to another host."},
-    404: {"model": Error, "description": "No such model."},
-    408: {"model": Error, "description": "It took too long."},
-    413: {"model": Error, "description": "The body is too large."},
-    415: {"model": Error, "description": "The body is not application/json."},
-    429: {"model": Error, "description": "As many requests wait as may: try again later."},
-    503: {"model": Error, "description": "The server is about to stop."},
+    status: {"model": Error, "description": about} for status, about in _STATUSES.items()
 }

@@ -19,7 +19,6 @@ from gss.data import usable_cores
 from gss.lm import LM
 from gss.serve.about import Limits
 from gss.serve.app import create_app
-from gss.serve.completions import post_to_loops
 from gss.serve.connections import BACKLOG, Connection, Connections, usable_connections
 from gss.serve.engine import EngineThread
 
@@ -51,7 +50,7 @@ def serve(
     limits = replace(limits, connections=usable_connections(limits.connections))
     if loaded.model.device.type == "cpu":
         torch.set_num_threads(threads or max(1, usable_cores() - 1))
-    engine = EngineThread(loaded.model, loaded.tokenizer, queue=limits.queue, post=post_to_loops, **options)
+    engine = EngineThread(loaded.model, loaded.tokenizer, queue=limits.queue, **options)
     own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None
     app = create_app(
         engine,
