@@ -1,15 +1,17 @@
 """Commands on corpora: prepare, merge, data, tokenizer."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
-from gss.cli.options import Force
+from gss.cli.shared import Force, share_bar, table
 
 if TYPE_CHECKING:
-    from gss.data import Dataset, Manifest, SourceOptions
+    from gss.data import Manifest, SourceOptions
 
 tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 
@@ -28,7 +30,7 @@ Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of 
 Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
 
 
-@tokenizer_app.callback()
+@tokenizer_app.callback()  # without which a group of one command is that command
 def _tokenizer_group() -> None:
     """Make vocabularies."""
 
@@ -55,7 +57,6 @@ def prepare_command(
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
     from gss.box import folder as box_folder
-    from gss.cli.show import share_bar
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
@@ -112,14 +113,24 @@ def data_command(
     sample: Annotated[int, Option(help="Number of the document whose beginning is shown.")] = 0,
 ) -> None:
     """Show the counts, lengths and a sample of a prepared corpus, and verify all its hashes."""
+    import numpy as np
+
     from gss.data import open_dataset, read_manifest
 
     manifest = read_manifest(folder)
     splits = [open_dataset(folder, split) for split in manifest.splits]
     _print_facts(manifest)
     for split in splits:
-        _print_lengths(split)
-    _print_sample(splits[0], sample)
+        print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
+        bars = split.length_histogram()
+        most = max(documents for _, _, documents in bars)
+        for low, high, documents in bars:
+            drawn = "█" * round(40 * documents / most) or ("▏" if documents else "")
+            print(f"{low:>12,} to {high - 1:<12,} {documents:>10,} {drawn}")
+    document = splits[0].document(sample % len(splits[0]))
+    print(f"\nsample: {splits[0].split}, document {document.name}, its first tokens decoded:\n")
+    text = splits[0].tokenizer().decode(document.tokens[:120])
+    print("\n".join(f"  | {line}" for line in text.splitlines()), end="\n\n")
     print(f"all hashes verified; manifest {manifest.hash}")
 
 
@@ -139,7 +150,6 @@ def train_command(
     force: Force = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
-    from gss.cli.show import share_bar
     from gss.data.tokenizer_training import train_tokenizer
 
     options = _source_options(local, suffix, field, "auto")
@@ -169,10 +179,6 @@ def _source_options(local: str | None, suffix: list[str] | None, field: str, spl
 
 def _print_facts(manifest: "Manifest") -> None:
     """Counts, the vocabulary, and what was left out."""
-    from rich.console import Console
-
-    from gss.cli.show import table
-
     counts = ("documents", "tokens", "bytes", "words")
     forms = {**dict.fromkeys(counts, ","), "tokens_per_byte": ".4f", "tokens_per_word": ".3f"}
     forms |= {"longest": ",", "unigram_entropy": ".3f"}
@@ -180,36 +186,12 @@ def _print_facts(manifest: "Manifest") -> None:
     header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
     caption = "tokens include the end of each document; entropy: unigram nats per token"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
-    console.print(table(None, header, rows, caption))
-    facts = manifest.tokenizer
-    print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}", end="")
-    if not facts["losses"]:
-        print("; lossless: every text comes back as it was")
-    else:
-        print(f"; LOSSY: it changes or drops {', '.join(facts['losses'])}, so text does not come back as it was")
+    Console(width=None if sys.stdout.isatty() else 140).print(table(None, header, rows, caption))
+    facts, losses = manifest.tokenizer, ", ".join(manifest.tokenizer["losses"])
+    kept = f"LOSSY: it changes or drops {losses}, so text does not come back as it was"
+    kept = kept if losses else "lossless: every text comes back as it was"
+    print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}; {kept}")
     for reason, entry in manifest.left_out.items():
         first = ", ".join(entry["first"][:3])
         more = ", ..." if entry["documents"] > 3 else ""
         print(f"left out: {entry['documents']:,} {reason} ({first}{more})")
-
-
-def _print_lengths(split: "Dataset") -> None:
-    import numpy as np
-
-    print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
-    bars = split.length_histogram()
-    most = max(documents for _, _, documents in bars)
-    for low, high, documents in bars:
-        drawn = "█" * round(40 * documents / most) or ("▏" if documents else "")
-        print(f"{low:>12,} to {high - 1:<12,} {documents:>10,} {drawn}")
-
-
-def _print_sample(split: "Dataset", number: int, tokens: int = 120) -> None:
-    document = split.document(number % len(split))
-    print(f"\nsample: {split.split}, document {document.name}, its first tokens decoded:\n")
-    text = split.tokenizer().decode(document.tokens[:tokens])
-    print("\n".join(f"  | {line}" for line in text.splitlines()))
-    print()

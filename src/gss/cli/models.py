@@ -1,18 +1,100 @@
-"""Commands on models without data: presets, params."""
+"""Commands on models and settings without data, presets, params and settings; and what a shell completes."""
 
+import ast
+import inspect
 import json
-from dataclasses import asdict
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from rich.console import Console
 from typer import Argument, Option
 
-from gss.cli.options import AsJson
-from gss.cli.settings import complete_preset
-from gss.cli.show import table
+from gss.cli.shared import AsJson, table
 
 
-def presets() -> None:
+class Setting(NamedTuple):
+    """A setting as a user meets it."""
+
+    name: str
+    """Dotted, as `--set` takes it."""
+    kind: str
+    default: str
+    about: str
+
+
+def settings(config: Any = None, prefix: str = "") -> Iterator[Setting]:
+    """All settings of training, or those of a part of its config, with the text under each field there."""
+    if config is None:
+        from gss.training.config import TrainConfig
+
+        config = TrainConfig()
+    # Python itself forgets these texts: they are read from the source.
+    body: Any = ast.parse(inspect.getsource(type(config))).body[0]
+    texts = {ast.unparse(field.target): text for field, text in pairwise(body.body) if isinstance(field, ast.AnnAssign)}
+    for field in fields(config):
+        value, kind, text = getattr(config, field.name), field.type, texts.get(field.name)
+        if is_dataclass(value):
+            yield from settings(value, f"{prefix}{field.name}.")
+            continue
+        about = ast.literal_eval(text.value) if isinstance(text, ast.Expr) else ""
+        shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
+        choices = " | ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+        default = "none" if value is None else json.dumps(value)
+        yield Setting(prefix + field.name, choices or shown, default, " ".join(about.split()))
+
+
+def complete_name(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: the names of settings that begin like this, each with the first sentence about it."""
+    return [(each.name, _line(each.about)) for each in settings() if each.name.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: the same, as `name=`."""
+    return [(f"{name}=", about) for name, about in complete_name(incomplete)]
+
+
+def complete_preset(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: presets."""
+    from gss.presets import PRESETS
+
+    return [(name, preset.about) for name, preset in PRESETS.items() if name.startswith(incomplete)]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """For a shell: recipes."""
+    from gss.recipes import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def settings_command(
+    name: Annotated[
+        str | None, Argument(help="A setting, or a group such as `optimizer`.", autocompletion=complete_name)
+    ] = None,
+) -> None:
+    """List the settings that `gss train --set` and recipes take: type, default, and what each is."""
+    from rich.markup import escape
+
+    from gss.choices import nearest
+
+    every = list(settings())
+    chosen = [each for each in every if name is None or each.name == name or each.name.startswith(f"{name}.")]
+    if not chosen:
+        raise ValueError(f"there is no setting {name!r}{nearest(str(name), [each.name for each in every])}")
+    console = Console(highlight=False, soft_wrap=True)
+    for each in chosen:
+        about = each.about if len(chosen) == 1 else _line(each.about)
+        console.print(f"[bold]{each.name}[/] [dim]{escape(each.kind)} = {escape(each.default)}[/]\n    {escape(about)}")
+
+
+def _line(text: str) -> str:
+    """The first sentence."""
+    return text.partition(". ")[0].removesuffix(".") + "."
+
+
+def presets_command() -> None:
     """List the named models: the paper's, and tiny and small ones of each family."""
     from gss.accounting import account
     from gss.presets import PRESETS
@@ -24,7 +106,7 @@ def presets() -> None:
     Console().print(table("Presets", ["name", "parameters", "paper", "what it is"], rows, words=["what it is"]))
 
 
-def params(
+def params_command(
     preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
     settings: Annotated[
         list[str] | None, Option("--set", help="Change a field: depth=8, state_space.modes=64.")

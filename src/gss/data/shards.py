@@ -67,17 +67,14 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     return sealed
 
 
-def _stored(path: str) -> bytes:
-    if not is_url(path):
-        return read_whole(Path(path))
-    with open_file(path) as file:
-        return file.read()
-
-
 def read_sealed(path: str, *forms: str) -> Manifest:
     """A manifest of a corpus, or of these forms, on a disk or at a URL; ValueError where it is not, or was altered."""
     try:
-        content = json.loads(_stored(path))
+        if is_url(path):
+            with open_file(path) as file:
+                content = json.load(file)
+        else:
+            content = json.loads(read_whole(Path(path)))
         found, version, stated = content["format"], content["version"], content.pop("hash")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
@@ -103,31 +100,20 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     content = manifest.content
     if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
-    if not _is_complete(content):
+    try:  # anyone can write a manifest
+        splits, tokenizer = content["splits"], content["tokenizer"]
+        counts = [tokenizer["vocab_size"], tokenizer["eos_id"]]
+        for split in splits.values():
+            counts += [split[name] for name in ("documents", "tokens", "bytes", "words")]
+            counts += [facts["size"] for facts in split["files"].values() if facts["sha256"]]
+        complete = {*splits} <= {*SPLITS} and isinstance(content["left_out"], dict) and tokenizer["hash"]
+    except (KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete or any(type(count) is not int or count < 0 for count in counts):
         raise ValueError(f"{path} does not describe a corpus: prepare it again, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return manifest
-
-
-def _is_complete(content: dict[str, Any]) -> bool:
-    """Whether a manifest, which anyone can write, has what is asked of it below."""
-
-    def counts(facts: Any, *names: str) -> bool:
-        return isinstance(facts, dict) and all(type(facts.get(name)) is int and facts[name] >= 0 for name in names)
-
-    def describes(split: Any) -> bool:
-        files = split.get("files") if counts(split, "documents", "tokens", "bytes", "words") else None
-        return isinstance(files, dict) and all(counts(facts, "size") and "sha256" in facts for facts in files.values())
-
-    splits, left_out = content.get("splits"), content.get("left_out")
-    return (
-        isinstance(splits, dict)
-        and all(split in SPLITS and describes(facts) for split, facts in splits.items())
-        and isinstance(left_out, dict)
-        and counts(content.get("tokenizer"), "vocab_size", "eos_id")
-        and "hash" in content["tokenizer"]
-    )
 
 
 def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool) -> None:
@@ -215,16 +201,14 @@ class Dataset:
         """A document by its number."""
         if not 0 <= number < len(self):
             raise ValueError(f"no document {number}: the split {self.split} has {len(self)}")
-        return self._document(number, next(islice(self.names(), number, None)))
+        return next(islice(self.documents(), number, None))
 
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
-        return (self._document(number, name) for number, name in zip(range(len(self)), self.names(), strict=True))
-
-    def _document(self, number: int, name: str) -> Document:
-        self.check_file()
-        ids = self.tokens[self.starts[number] : self.ends[number]]
-        return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
+        for number, (name, begin, end) in enumerate(zip(self.names(), self.starts, self.ends, strict=True)):
+            self.check_file()
+            size, words = int(self.document_bytes[number]), int(self.document_words[number])
+            yield Document(number, name, self.tokens[begin:end], size, words)
 
     def length_histogram(self) -> list[tuple[int, int, int]]:
         """(low, high, documents with lengths in [low, high)) in powers of two, from the shortest to the longest."""

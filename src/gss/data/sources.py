@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from gss.data.chunks import CHUNK, Skip, chunk_count
@@ -95,7 +96,12 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
             inside = path.relative_to(root).as_posix()
             name = root.name if path == root else f"{root.resolve().name}/{inside}"
             found.append(whole(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
-    return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=_place)
+
+    def place(file: Span) -> list[tuple[bool, str]]:
+        *folders, own = file.name.split("/")
+        return [*((True, folder) for folder in folders), (False, own)]
+
+    return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=place)
 
 
 def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
@@ -113,11 +119,6 @@ def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
         seconds = time.timestamp() if hasattr(time, "timestamp") else time
         stamp = int(seconds * 1e9) if isinstance(seconds, int | float) else 0
         yield files.unstrip_protocol(path), name, int(about.get("size") or 0), stamp
-
-
-def _place(file: Span) -> list[tuple[bool, str]]:
-    *folders, own = file.name.split("/")
-    return [*((True, folder) for folder in folders), (False, own)]
 
 
 def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> list[Span]:
@@ -149,14 +150,12 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
                 return []  # nowhere to cut
             bounds.append(stream.tell())
             share += part
-    spans: list[Span] = []
+    sections = []
     for split, (begin, end) in zip(("train", *held_out), pairwise([*bounds, file.size]), strict=True):
-        if begin < end:
-            name = file.name if split == "train" else f"{file.name}@{split}"
-            size = end - begin
-            section = replace(file, name=name, size=size, split=split, begin=begin, length=size)
-            spans += _ranges(section, options.span_bytes)
-    return spans if len({span.split for span in spans}) > 1 else []
+        name, size = file.name if split == "train" else f"{file.name}@{split}", end - begin
+        if size:
+            sections.append(replace(file, name=name, size=size, split=split, begin=begin, length=size))
+    return [span for section in sections for span in _ranges(section, options.span_bytes)] if len(sections) > 1 else []
 
 
 def split_of_name(name: str) -> str | None:
@@ -184,8 +183,7 @@ def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
 
 def _source_files(source: str, options: SourceOptions) -> list[Span]:
     found = list_files(source, options)
-    readable = [file for file in found if file.kind]
-    if readable:
+    if readable := [file for file in found if file.kind]:
         return readable
     if len(found) == 1 and "/" not in found[0].name:
         raise ValueError(
@@ -204,8 +202,7 @@ def unread_endings(sources: Sequence[str], options: SourceOptions) -> dict[str, 
 
 
 def _file_spans(file: Span, split: str | None, span_bytes: int) -> Iterator[Span]:
-    whole = replace(file, split=split)
-    return _row_groups(whole) if whole.kind == "parquet" else _ranges(whole, span_bytes)
+    return (_row_groups if file.kind == "parquet" else _ranges)(replace(file, split=split), span_bytes)
 
 
 def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
@@ -221,7 +218,7 @@ def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
         yield replace(whole, size=min((start + step) * unit, size) - start * unit, start=start, stop=stop)
 
 
-def _row_groups(whole: Span) -> Iterator[Span]:
+def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
     """A span for each row group of a parquet file."""
     try:
         import pyarrow.parquet
@@ -241,7 +238,7 @@ def _row_groups(whole: Span) -> Iterator[Span]:
 
 
 def _published(recipe: str, options: SourceOptions) -> list[Span]:
-    """The files of a corpus that can be had from the hub, or of the copy that the user names."""
+    """The files of a published corpus: from the hub, or from the copy that the user names."""
     try:
         found = list_files(options.local or _HUB[recipe], options)
     except ValueError as error:
@@ -262,19 +259,14 @@ def _pg19(options: SourceOptions) -> list[Span]:
 def _lm1b(options: SourceOptions) -> list[Span]:
     """The published folders of files with a sentence per line, or tables. The one held-out set is `valid` here."""
     files = _published("lm1b", options)
-    spans: list[Span] = []
-    for split, folder in (("train", "training"), ("valid", "heldout")):
-        for file in files:
-            if (found := _LM1B_FILE.search(file.name)) and found.group(2) == folder:
-                spans += _file_spans(replace(file, kind="lines", name=found.group(1)), split, options.span_bytes)
-    if spans:
-        return spans
-    for file in files:
-        if file.kind and (own := split_of_name(file.name)):
-            spans += _file_spans(file, "train" if own == "train" else "valid", options.span_bytes)
-    if not spans:
+    found = [(match, file) for file in files if (match := _LM1B_FILE.search(file.name))]
+    lines = [(match[2] == "heldout", replace(file, kind="lines", name=match[1])) for match, file in found]
+    tables = [(own != "train", file) for file in files if file.kind and (own := split_of_name(file.name))]
+    chosen = sorted(lines, key=itemgetter(0)) or tables
+    if not chosen:
         raise ValueError(f"{options.local} is not LM1B: it has neither the published folders nor tables of splits")
-    return spans
+    splits = ("train", "valid")
+    return [span for held_out, file in chosen for span in _file_spans(file, splits[held_out], options.span_bytes)]
 
 
 def _stdlib(options: SourceOptions) -> list[Span]:
