@@ -136,7 +136,7 @@ def test_silent_connections_make_room_for_new_ones(model: gss.LanguageModel) -> 
 
 def test_connections_fit_the_descriptors(run: Path) -> None:
     script = (
-        "import resource, sys; from gss.serve.connections import usable_connections as usable, RESERVE\n"
+        "import resource, sys; from gss.serve.server import usable_connections as usable, RESERVE\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))\n"
         "assert usable(100) == 100 and usable(2048) == 1024 - RESERVE, usable(2048)\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024\n"

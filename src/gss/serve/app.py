@@ -129,16 +129,16 @@ def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
     card = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
     engine.metrics.state_bytes.set(facts["state"]["bytes_per_sequence"])
 
-    @app.get("/v1/models", responses=schemas.ERRORS)
-    async def models() -> schemas.ModelList:
+    @app.get("/v1/models", response_model=schemas.ModelList, responses=schemas.ERRORS)
+    async def models() -> Any:
         """The models that are served: one."""
-        return schemas.ModelList.model_validate({"object": "list", "data": [card]})
+        return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model}", responses=schemas.ERRORS)
-    async def model(model: str) -> schemas.ModelCard:
+    @app.get("/v1/models/{model}", response_model=schemas.ModelCard, responses=schemas.ERRORS)
+    async def model(model: str) -> Any:
         """The model that is served."""
         service.check_model(model)
-        return schemas.ModelCard.model_validate(card)
+        return card
 
     @app.get("/v1/model", responses=schemas.ERRORS)
     async def about() -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
         """Counts, for Prometheus."""
         return PlainTextResponse(engine.metrics.page(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/health", responses={503: {"model": schemas.Health, "description": "Not at work."}})
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "The server is stopped."}})
     async def health() -> Response:
-        """Whether the server is at work."""
+        """Whether the server works."""
         return JSONResponse({"status": "ok" if engine.alive else "stopped"}, 200 if engine.alive else 503)
 
 

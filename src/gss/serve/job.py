@@ -20,27 +20,21 @@ class TokenScore:
     """A token and how likely the model found it."""
 
     token: int
-    offset: int
-    """Where its text starts, in characters of the continuation (of the prompt for a prompt's tokens)."""
-    logprob: float | None
-    """None for a prompt's first token, which nothing came before."""
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens in its place with their log-probabilities."""
+    offset: int  # where its text starts, in characters of the continuation (of the prompt for a prompt's tokens)
+    logprob: float | None  # None for a prompt's first token, which nothing came before
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens in its place with their log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Something new of one continuation of a job."""
 
-    index: int
-    """Which of the job's continuations."""
+    index: int  # which of the job's continuations
     text: str = ""
-    tokens: int = 0
-    """How many tokens have been produced since the last piece."""
+    tokens: int = 0  # how many tokens have been produced since the last piece
     scores: tuple[TokenScore, ...] = ()
     finish: Finish | None = None
-    failure: Failure | None = None
-    """Set on a job's last piece when it could not be completed."""
+    failure: Failure | None = None  # set on a job's last piece when it could not be completed
     prompt_scores: tuple[TokenScore, ...] = ()
 
 
@@ -48,20 +42,14 @@ class Piece:
 class Job(Request):
     """A request to the engine, and where its answer goes."""
 
-    sink: Callable[[Piece], None]
-    """Called with every piece, in order."""
-    loop: AbstractEventLoop | None = None
-    """The event loop that calls the sink; None: the engine's own thread does."""
+    sink: Callable[[Piece], None]  # called with every piece, in order
+    loop: AbstractEventLoop | None = None  # the event loop that calls the sink; None: the engine's own thread does
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    streaming: bool = True
-    """Whether pieces are wanted as they come; otherwise each continuation is one piece."""
-    deadline: float = float("inf")
-    """On the clock of `time.monotonic`."""
-    cancelled: bool = False
-    """Any thread may set it: the job is then dropped before the next step, without another piece."""
-    ended: int = 0
-    """Continuations that have had their last piece, as counted by the engine."""
+    streaming: bool = True  # whether pieces are wanted as they come; otherwise each continuation is one piece
+    deadline: float = float("inf")  # on the clock of `time.monotonic`
+    cancelled: bool = False  # may be set by any thread; the job is dropped before the next step, without a piece
+    ended: int = 0  # continuations that have had their last piece, as counted by the engine
 
 
 class Row:

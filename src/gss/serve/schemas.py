@@ -124,109 +124,37 @@ class DetokenizeRequest(Request):
     model: str | None = None
 
 
-class Usage(BaseModel):
-    """Counts of tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+def _answer(name: str, about: str, **fields: Any) -> Any:
+    """The shape of an answer, for the OpenAPI description: its fields, which are required, and their types."""
+    required = {field: (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __doc__=about, **required)  # type: ignore[call-overload]
 
 
-class Logprobs(BaseModel):
-    """Scores of tokens, one item per token in each list."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-    token_ids: list[int]
-
-
-class Choice(BaseModel):
-    """One continuation."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class Completion(BaseModel):
-    """The answer, or one chunk of a stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer; in a chunk of a stream what is new is its `delta`."""
-
-    index: int
-    message: Message
-    finish_reason: Literal["stop", "length"] | None
-
-
-class ChatCompletion(Completion):
-    """The answer of a chat."""
-
-    object: Literal["chat.completion"]  # type: ignore[assignment]
-    choices: list[ChatChoice]  # type: ignore[assignment]
-
-
-class ModelCard(BaseModel):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    """The models that are served."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Tokens(BaseModel):
-    """A text's tokens."""
-
-    tokens: list[int]
-    pieces: list[str]
-    count: int
-
-
-class Text(BaseModel):
-    """The text of tokens."""
-
-    prompt: str
-
-
-class Health(BaseModel):
-    """Whether the server works."""
-
-    status: Literal["ok", "stopped"]
-
-
-class ErrorDetail(BaseModel):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    """The body of every answer that is an error."""
-
-    error: ErrorDetail
-
+Ending = Literal["stop", "length"] | None
+Usage = _answer("Usage", "Counts of tokens.", prompt_tokens=int, completion_tokens=int, total_tokens=int)
+Logprobs = _answer(
+    "Logprobs",
+    "Scores of tokens, one item per token in each list.",
+    tokens=list[str],
+    token_logprobs=list[float | None],
+    top_logprobs=list[dict[str, float] | None],
+    text_offset=list[int],
+    token_ids=list[int],
+)
+Choice = _answer("Choice", "A continuation.", index=int, text=str, logprobs=Logprobs | None, finish_reason=Ending)
+ChatChoice = _answer("ChatChoice", "An answer; streamed, a `delta`.", index=int, message=Message, finish_reason=Ending)
+_HEAD: dict[str, Any] = {"id": str, "created": int, "model": str, "usage": Usage}
+Completion = _answer("Completion", "Continuations.", object=Literal["text_completion"], choices=list[Choice], **_HEAD)
+ChatCompletion = _answer(
+    "ChatCompletion", "Answers of a chat.", object=Literal["chat.completion"], choices=list[ChatChoice], **_HEAD
+)
+ModelCard = _answer("ModelCard", "The model.", id=str, object=Literal["model"], created=int, owned_by=str)
+ModelList = _answer("ModelList", "All models.", object=Literal["list"], data=list[ModelCard])
+Tokens = _answer("Tokens", "The tokens of a text.", tokens=list[int], pieces=list[str], count=int)
+Text = _answer("Text", "The text of tokens.", prompt=str)
+Health = _answer("Health", "Whether the server works.", status=Literal["ok", "stopped"])
+Wrong = _answer("ErrorDetail", "What is wrong.", message=str, type=str, param=str | None, code=str | None)
+Error = _answer("Error", "The body of every answer that is an error.", error=Wrong)
 
 _STATUSES = {
     400: "Something in the request is wrong or beyond a limit; `param` names it.",
