@@ -1,6 +1,7 @@
 """Commands on corpora: prepare, merge, data, tokenizer."""
 
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +25,10 @@ Sources = Annotated[
 ]
 Local = Annotated[
     str | None,
-    Option("--from", help="A recipe's copy: a folder, or a URL. Without it, pg19 and lm1b come from the hub."),
+    Option("--from", help="A recipe's corpus: a folder or a URL. Without it, pg19 and lm1b come from the hub."),
 ]
 Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of text files, such as .tex; repeatable.")]
+_SPLITS = "own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."
 Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
 
 
@@ -43,10 +45,7 @@ def prepare_command(
     ] = "bytes",
     eos: Annotated[str | None, Option(help="The token that ends a document, if the vocabulary does not say.")] = None,
     local: Local = None,
-    splits: Annotated[
-        str,
-        Option(help="own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."),
-    ] = "auto",
+    splits: Annotated[str, Option(help=_SPLITS)] = "auto",
     valid: Annotated[float, Option(help="Share of documents held out for validation, chosen by hash.")] = 0.05,
     test: Annotated[float, Option(help="Share of documents held out for testing, chosen by hash.")] = 0.0,
     suffix: Suffix = None,
@@ -93,7 +92,7 @@ def merge_command(
     out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     force: Force = False,
 ) -> None:
-    """Make one corpus of parts that several machines prepared: the same, byte for byte, that one machine makes."""
+    """Combine the parts that several machines prepared into one corpus, byte for byte what one machine would make."""
     from gss.data import merge_shares
 
     _print_prepared(merge_shares(part, out, force=force), out)
@@ -122,12 +121,13 @@ def data_command(
     _print_facts(manifest)
     for split in splits:
         print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
-        bars = split.length_histogram()
-        most = max(documents for _, _, documents in bars)
-        for low, high, documents in bars:
-            drawn = "█" * round(40 * documents / most) or ("▏" if documents else "")
-            print(f"{low:>12,} to {high - 1:<12,} {documents:>10,} {drawn}")
-    document = splits[0].document(sample % len(splits[0]))
+        exponents = np.frexp(split.lengths.astype(np.float64))[1]  # e for lengths from 2^(e-1) to 2^e - 1
+        counts = np.bincount(exponents)
+        for exponent in range(int(exponents.min()), len(counts)):
+            documents = int(counts[exponent])
+            drawn = "█" * round(40 * documents / counts.max()) or ("▏" if documents else "")
+            print(f"{1 << exponent - 1:>12,} to {(1 << exponent) - 1:<12,} {documents:>10,} {drawn}")
+    document = next(islice(splits[0].documents(), sample % len(splits[0]), None))
     print(f"\nsample: {splits[0].split}, document {document.name}, its first tokens decoded:\n")
     text = splits[0].tokenizer().decode(document.tokens[:120])
     print("\n".join(f"  | {line}" for line in text.splitlines()), end="\n\n")
@@ -140,9 +140,7 @@ def train_command(
     out: Annotated[Path, Option(help="The folder to create.")],
     vocab_size: Annotated[int, Option(help="Number of pieces; the paper's LM1B vocabulary has 30000.")] = 30_000,
     model: Annotated[str, Option(help="'unigram' or 'bpe'.")] = "unigram",
-    max_bytes: Annotated[
-        int, Option(min=1, help="Most text to train on, taken evenly from the sources.")
-    ] = 200_000_000,
+    max_bytes: Annotated[int, Option(min=1, help="Bytes of text to train on, at most.")] = 200_000_000,
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
@@ -166,7 +164,7 @@ def train_command(
             progress=show,
         )
     if trained.vocab_size < vocab_size:
-        print(f"note: the text yields only {trained.vocab_size} pieces, not {vocab_size}")
+        print(f"note: the text gives only {trained.vocab_size} pieces, not {vocab_size}")
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
 
 

@@ -55,7 +55,7 @@ def evaluate_command(
     longest = longest_document(dataset, max_tokens)
     wanted: list[int | None] = [length for length in asked if length <= longest]
     if not wanted and not carry_state:
-        wanted = [*asked]  # which is refused, with the reason
+        wanted = [*asked]  # which `evaluate` refuses, with the reason
     elif len(wanted) < len(asked):
         beyond = ", ".join(f"{length:,}" for length in asked if length > longest)
         print(f"not scored at {beyond}: the longest document has {longest:,} tokens", file=sys.stderr)
@@ -128,13 +128,11 @@ def context(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
     data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
     split: Annotated[str, Option(help="The split to score.")] = "valid",
-    longest: Annotated[
-        int | None, Option(help="The longest context. Default: the largest that 8 documents reach.")
-    ] = None,
+    longest: Annotated[int | None, Option(help="The longest context. Default: one that 8 documents reach.")] = None,
     shortest: Annotated[int, Option(help="The shortest context.")] = 1,
-    targets: Annotated[int, Option(help="Consecutive target tokens of a block.")] = 512,
-    blocks: Annotated[int, Option(help="Most blocks per document.")] = 2,
-    documents: Annotated[int, Option(help="Most documents.")] = 32,
+    targets: Annotated[int, Option(help="Consecutive target tokens per block.")] = 512,
+    blocks: Annotated[int, Option(help="Maximum number of blocks per document.")] = 2,
+    documents: Annotated[int, Option(help="Maximum number of documents.")] = 32,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
@@ -200,22 +198,17 @@ def context(
 def tasks(
     preset: Annotated[str, Option(help="The model: see `gss presets`.")],
     task: Annotated[str, Option(help="induction, selective-copying, recall or passkey.")] = "recall",
-    pairs: Annotated[
-        int | None, Option("--pairs", "--items", help="Pairs of recall, items, or digits of a passkey.")
-    ] = None,
+    pairs: Annotated[int | None, Option("--pairs", "--items", help="Pairs, items, or digits of a passkey.")] = None,
     vocabulary: Annotated[int | None, Option(help="Number of ids. Default: the task's, 8,192 for recall.")] = None,
     length: Annotated[int, Option(help="Tokens of a training sequence.")] = 512,
     lengths: Annotated[str, Option(help="Further lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, Option(help="The model's width.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        Option("--set", help="Another field of the model, e.g. depth=2, or of the optimizer: optimizer.…"),
-    ] = None,
-    steps: Annotated[int, Option(help="Training steps, those of the curriculum too.")] = 2000,
+    settings: Annotated[list[str] | None, Option("--set", help="A field of the model, or optimizer.…=…")] = None,
+    steps: Annotated[int, Option(help="Training steps, including those of the curriculum.")] = 2000,
     rows: Annotated[int, Option(help="Sequences per step.")] = 64,
     curriculum: Annotated[
         str,
-        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps are on: 4:16:128:100,8:32:64:100."),
+        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps train on: 4:16:128:100,8:32:64:100."),
     ] = "",
     sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
     stretch: Annotated[float, Option(help="After training, multiply the time constants of GSS2 layers by this.")] = 1.0,

@@ -8,6 +8,9 @@ from typer import Argument, Option
 
 from gss.cli.shared import Step
 
+_TO = "hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."
+_RUNTIME = "With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."
+
 
 class Target(StrEnum):
     """What `gss export` writes."""
@@ -20,14 +23,9 @@ class Target(StrEnum):
 def export_command(
     run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
     out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
-    to: Annotated[
-        Target, Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model.")
-    ] = Target.HF,
+    to: Annotated[Target, Option(help=_TO)] = Target.HF,
     step: Step = None,
-    runtime: Annotated[
-        Path | None,
-        Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
-    ] = None,
+    runtime: Annotated[Path | None, Option(help=_RUNTIME)] = None,
 ) -> None:
     """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
     if runtime is not None and to is not Target.WEB:

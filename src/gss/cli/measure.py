@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from gss.cli.models import Set
 from gss.cli.shared import AsJson, Device, share_bar, whole_numbers
 
 _WHAT = "train (whole training steps), prefill (reading a prompt to its last logits), or decode (greedy decoding)."
@@ -31,12 +32,8 @@ def bench_command(
         list[str] | None,
         Option(metavar="BATCHxLENGTH", help="Rows and tokens per row (decode: of context); repeatable."),
     ] = None,
-    piece: Annotated[
-        list[int] | None, Option(min=1, help="Prefill: tokens read at a time; repeatable. Default: all.")
-    ] = None,
-    compile_: Annotated[
-        bool | None, Option("--compile/--no-compile", help="Default: only when training on a GPU.")
-    ] = None,
+    piece: Annotated[list[int] | None, Option(min=1, help="Prefill: tokens read at a time; repeatable.")] = None,
+    compile_: Annotated[bool | None, Option("--compile/--no-compile", help="Default: to train on a GPU.")] = None,
     repeats: Annotated[int, Option(min=1, help="Timed runs; the median counts.")] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -84,9 +81,7 @@ def report_command(
     runs: Annotated[list[Path], Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
     out: Annotated[Path, Option(help="The file to write.")] = Path("report.html"),
     data: Annotated[Path | None, Option(help="A corpus to score on. Default: each run's own validation data.")] = None,
-    max_tokens: Annotated[
-        int, Option(help="Most tokens to score per length where no scores are stored; 0: none.")
-    ] = 131_072,
+    max_tokens: Annotated[int, Option(help="Tokens to score per length if no scores are stored; 0: none.")] = 131_072,
     lengths: Annotated[str | None, Option(help="Lengths, separated by commas. Default: the paper's.")] = None,
     again: Annotated[bool, Option("--again", help="Score again, even where scores are stored.")] = False,
     device: Device = "auto",
@@ -112,6 +107,7 @@ def report_command(
 
 
 STDLIB = Path("data/stdlib")
+_DATA = "A prepared corpus, or a folder of them; repeatable. Default at the tiny scale: data/stdlib."
 _TARGETS = (
     "table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS and "
     "the hybrid by evaluation length)."
@@ -124,24 +120,15 @@ _SCALES = (
 
 def reproduce_command(
     target: Annotated[str, Argument(help=_TARGETS)],
-    out: Annotated[Path, Option(help="Folder for the results; runs that are finished there are not run again.")] = Path(
-        "runs/reproduce"
-    ),
-    data: Annotated[
-        list[Path] | None,
-        Option(help="A prepared corpus, or a folder of them; repeatable. Default at the tiny scale: data/stdlib."),
-    ] = None,
+    out: Annotated[Path, Option(help="Folder for the results, which resumes what is in it.")] = Path("runs/reproduce"),
+    data: Annotated[list[Path] | None, Option(help=_DATA)] = None,
     corpus: Annotated[list[str] | None, Option(help="Only the corpus in the folder of this name; repeatable.")] = None,
     scale: Annotated[str, Option(help=_SCALES)] = "tiny",
-    only: Annotated[
-        list[str] | None, Option(help="Only the system of this name; repeatable. An unknown name lists them.")
-    ] = None,
+    only: Annotated[list[str] | None, Option(help="Only this system; repeatable. A wrong name lists them.")] = None,
     tokens: Annotated[int | None, Option(help="Training tokens of every run. Default: the scale's.")] = None,
     seeds: Annotated[str, Option(help="Seeds, separated by commas.")] = "0",
-    evaluate_tokens: Annotated[
-        int | None, Option(help="Most tokens to score at each length. Default: the scale's.")
-    ] = None,
-    set_: Annotated[list[str] | None, Option("--set", help="A setting of every run, `key=value`.")] = None,
+    evaluate_tokens: Annotated[int | None, Option(help="Tokens to score at each length. Default: the scale's.")] = None,
+    set_: Set = None,
     work: Annotated[Path | None, Option(help="Where run folders with checkpoints go. Default: OUT/runs.")] = None,
     device: Device = "auto",
     quiet: Annotated[bool, Option("--quiet", help="Only the table at the end.")] = False,

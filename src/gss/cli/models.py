@@ -55,6 +55,10 @@ def complete_setting(incomplete: str) -> list[tuple[str, str]]:
     return [(f"{name}=", about) for name, about in complete_name(incomplete)]
 
 
+_SET = "A setting: steps=1000, optimizer.learning_rate=1e-3, … (`gss settings`); repeatable."
+Set = Annotated[list[str] | None, Option("--set", help=_SET, autocompletion=complete_setting)]
+
+
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
     """For a shell: presets."""
     from gss.presets import PRESETS
@@ -108,9 +112,7 @@ def presets_command() -> None:
 
 def params_command(
     preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Change a field: depth=8, state_space.modes=64.")
-    ] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="A field: depth=8, state_space.modes=64.")] = None,
     length: Annotated[int, Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
     as_json: AsJson = False,
 ) -> None:

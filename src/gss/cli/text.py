@@ -61,9 +61,7 @@ def generate_command(
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,
-    threads: Annotated[
-        int | None, Option(min=1, help="CPU threads. Default: one for a small model, else all cores.")
-    ] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
@@ -118,9 +116,7 @@ def _print(
 def read_command(
     book: Annotated[str, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
-    out: Annotated[Path, Option(help="The file to write, for --state of generate, eval and serve.")] = Path(
-        "state.safetensors"
-    ),
+    out: Annotated[Path, Option(help="The file to write, for --state.")] = Path("state.safetensors"),
     state: State = None,
     int8: Annotated[bool, Option("--int8", help="A quarter of the size, rounded.")] = False,
     step: Step = None,
@@ -168,7 +164,7 @@ def _text_of(path: Path) -> str:
 def _standard_input() -> str:
     text = _utf8(sys.stdin.buffer.read().decode("utf-8", "surrogateescape"), "the prompt on standard input")
     if not text:
-        raise ValueError("standard input is empty: pipe a prompt in, or leave --prompt out to start a new document")
+        raise ValueError("standard input is empty: pipe a prompt in, or leave out --prompt to start a new document")
     return text
 
 
@@ -193,9 +189,7 @@ def serve_command(
     run: Run = None,
     host: Annotated[str, Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        str | None, Option(envvar="GSS_API_KEY", show_envvar=True, help="Key that clients must send.")
-    ] = None,
+    api_key: Annotated[str | None, Option(envvar="GSS_API_KEY", help="Key that clients must send.")] = None,
     name: Annotated[str | None, Option(help="The model's id for clients. Default: the folder's name.")] = None,
     state: State = None,
     step: Step = None,
@@ -206,9 +200,7 @@ def serve_command(
     threads: Annotated[int | None, Option(min=1, help="CPU threads for the model. Default: all cores but one.")] = None,
     batch: Annotated[int, Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
     queue: Annotated[int, Option(min=0, help="Maximum number of sequences that wait.")] = 256,
-    piece: Annotated[
-        int | None, Option(min=1, help="Prompt tokens read per step. Default: 256; on a GPU 4,096.")
-    ] = None,
+    piece: Annotated[int | None, Option(min=1, help="Prompt tokens per step. Default: 256; 4,096 on a GPU.")] = None,
     cache_mib: Annotated[int, Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
     max_prompt: Annotated[int, Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
     max_tokens: Annotated[int, Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
@@ -231,11 +223,9 @@ def serve_command(
 
     check(precision)
     console = Console(stderr=True, highlight=False)
-    if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty: give one, or leave --api-key and GSS_API_KEY out")
     if host not in LOOPBACK and api_key is None:
         console.print(
-            f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: whoever reaches it "
+            f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: anyone who reaches it "
             "can use the model. Set one with --api-key or GSS_API_KEY."
         )
     sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}

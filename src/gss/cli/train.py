@@ -10,34 +10,21 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
-from gss.cli.models import complete_name, complete_preset, complete_recipe, complete_setting
+from gss.cli.models import Set, complete_name, complete_preset, complete_recipe
 from gss.cli.shared import table
+
+_RECIPES = "A recipe (tiny, small, pg19, …) or a TOML file. Default: one for the model and machine."
 
 
 def train_command(
     data: Annotated[Path, Option(help="A corpus that `gss prepare` made.")],
     out: Annotated[Path, Option(help="The run folder. If it holds checkpoints, training continues from the newest.")],
     preset: Annotated[str | None, Option(help="The model: see `gss presets`.", autocompletion=complete_preset)] = None,
-    start: Annotated[
-        str | None, Option("--from", help="Weights to start from: a run, an exported folder, or `box`.")
-    ] = None,
+    start: Annotated[str | None, Option("--from", help="Weights to start from: a run, an export, or `box`.")] = None,
     lora: Annotated[int | None, Option(min=1, help="Train only low-rank updates of this rank (LoRA).")] = None,
     tune: Annotated[str | None, Option(help="`state`: train only the state that texts start from.")] = None,
-    config: Annotated[
-        str | None,
-        Option(
-            help="A recipe (tiny, small, pg19, …) or a TOML file. Default: one for the model and machine.",
-            autocompletion=complete_recipe,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            help="A setting: steps=1000, optimizer.learning_rate=1e-3, … (`gss settings`).",
-            autocompletion=complete_setting,
-        ),
-    ] = None,
+    config: Annotated[str | None, Option(help=_RECIPES, autocompletion=complete_recipe)] = None,
+    set_: Set = None,
     allow: Annotated[
         list[str] | None,
         Option(help="A setting that may differ from the resumed run's, e.g. `steps`.", autocompletion=complete_name),
@@ -72,7 +59,7 @@ def quickstart_command(
     config: Annotated[str, Option(help="The recipe of both runs: a name, or a TOML file.")] = "quickstart",
     data: Annotated[Path, Option(help="Folder for the corpus.")] = Path("data/stdlib"),
     runs: Annotated[Path, Option(help="Folder for the runs.")] = Path("runs"),
-    set_: Annotated[list[str] | None, Option("--set", help="A setting of both runs, `key=value`.")] = None,
+    set_: Set = None,
 ) -> None:
     """Prepare the Python standard library, train a small GSS2 and a small GSS, evaluate, sample, report.
 

@@ -208,7 +208,7 @@ class Lanes(Batches):
             documents, segment_ends = lanes[row]
             place = int(np.searchsorted(segment_ends, step, side="right"))
             if place == len(documents):
-                continue  # this lane is over before the others: padding to the epoch's end
+                continue  # this lane ends before the others: padding until the epoch ends
             document = documents[place]
             segment = step - (int(segment_ends[place - 1]) if place else 0)
             begins[i] = self.dataset.starts[document] + segment * self.length
@@ -237,7 +237,7 @@ def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
 
 
 class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch"]):
-    """One rank's batches as tensors on `device`, from `start_step` up to `stop_step` if given, made ahead by a thread.
+    """One rank's batches as tensors on `device`, from `start_step` to `stop_step` if given, made ahead by a thread.
 
     It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
     again at any step. Batches on their way to a GPU are in pinned memory. Use it in a `with` block, or call `close`, so
@@ -289,9 +289,9 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
         self._ahead.clear()
 
 
-# A shuffle that can be asked for any place of its order, with nothing stored: a Feistel network over the next power of
-# four, walked until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never
-# changes with a library's version.
+# A shuffle whose order is known at any place, with nothing stored: a Feistel network over the next power of four,
+# followed until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never changes
+# with a library's version.
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -56,7 +56,7 @@ class SourceDocument:
 
 
 def needs_formats(path: str) -> ValueError:
-    """What to say where the packages of the extra are missing."""
+    """The error where the packages of the extra are missing."""
     return ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'")
 
 
@@ -105,7 +105,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unreadable_is_skipped() -> Iterator[None]:
-    """Make a Skip of what libraries say of damaged files. A disk or a network that fails remains an error."""
+    """Turn what libraries raise for damaged files into a Skip. A failing disk or network remains an error."""
     try:
         yield
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ def _row_document(name: str, text: object) -> SourceDocument:
         return SourceDocument(name, reason=chunks.INVALID_UTF8)
     if not data:
         return SourceDocument(name, reason=chunks.EMPTY)
-    # The usual row is one chunk, without the machinery that finds out.
+    # A usual row is one chunk, and needs none of the machinery that cuts.
     return SourceDocument(name, (Chunk(data),) if len(data) <= CHUNK else cut_chunks([data]))
 
 

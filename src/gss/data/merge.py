@@ -34,7 +34,7 @@ Table = npt.NDArray[Any]  # of RECORD, a row for each document
 def check_shares(valid: float, test: float) -> None:
     """Refuse shares of documents for the held-out splits that leave none for training."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
-        raise ValueError(f"the shares valid={valid} and test={test} must leave some for train")
+        raise ValueError(f"the shares valid={valid} and test={test} must leave some for training")
 
 
 def merge_parts(
@@ -136,7 +136,7 @@ def _records(part: str, itemsize: int) -> Table:
 
 
 def _altered(part: str, name: str) -> ValueError:
-    return ValueError(f"{part}/{name} is not as it was: copy this part again")
+    return ValueError(f"{part}/{name} has been altered: copy this part again")
 
 
 def _drop_duplicates(table: Table) -> None:

@@ -159,12 +159,12 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
     found = read_sealed(str(manifest), FORMAT, SHARE_FORMAT)
     if (found.content.get("request"), found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
         raise ValueError(
-            f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
+            f"{target} holds a corpus that was prepared differently: choose another --out, or replace it with --force"
         )
     newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
         warnings.warn(
-            f"{target} was prepared before {newer[0]} was last written: if its text has changed, give --force",
+            f"{target} was prepared before {newer[0]} was last written: if its text has changed, use --force",
             stacklevel=3,
         )
     return found
@@ -191,7 +191,7 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
             lock(held)
         except OSError as error:
             raise ValueError(
-                f"another gss prepare is at work in {work}: wait for it, or choose another --out"
+                f"another gss prepare is running in {work}: wait for it, or choose another --out"
             ) from error
         try:
             with explained_full_disk(work, "finished parts are kept and it continues after them"):

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared corpus says of itself; `hash` names it in run folders."""
+    """The description of a prepared corpus; run folders name it by its `hash`."""
 
     content: dict[str, Any]
     hash: str
@@ -77,13 +76,13 @@ def read_sealed(path: str, *forms: str) -> Manifest:
             content = json.loads(read_whole(Path(path)))
         found, version, stated = content["format"], content["version"], content.pop("hash")
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
+        raise ValueError(f"{path} is missing: this is not a folder that gss prepare made") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus again, with --force") from error
     if found == SHARE_FORMAT and not forms:
-        raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
+        raise ValueError(f"{path} belongs to one part of a corpus: combine all its parts with gss merge")
     if found not in (forms or (FORMAT,)) or version != VERSION:
-        raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
+        raise ValueError(f"{path}: format {found!r} version {version!r} is not one that gss reads")
     if _hash(content) != stated:
         raise ValueError(
             f"{path} was altered after it was written (its hash differs): prepare the corpus again, with --force"
@@ -98,7 +97,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
     manifest = read_sealed(str(path))
     content = manifest.content
-    if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
+    if content.get("dtype") not in DTYPES:  # an object type would take the file's bytes for addresses
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     try:  # anyone can write a manifest
         splits, tokenizer = content["splits"], content["tokenizer"]
@@ -114,19 +113,6 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return manifest
-
-
-def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool) -> None:
-    """Refuse missing, truncated and (if contents are read) altered files."""
-    for name, facts in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: prepare the corpus again")
-        size = path.stat().st_size
-        if size != facts["size"]:
-            raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus again")
-        if contents and file_facts(path)["sha256"] != facts["sha256"]:
-            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
 
 
 @dataclass(frozen=True)
@@ -197,25 +183,12 @@ class Dataset:
         if count != len(self):
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus again")
 
-    def document(self, number: int) -> Document:
-        """A document by its number."""
-        if not 0 <= number < len(self):
-            raise ValueError(f"no document {number}: the split {self.split} has {len(self)}")
-        return next(islice(self.documents(), number, None))
-
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
         for number, (name, begin, end) in enumerate(zip(self.names(), self.starts, self.ends, strict=True)):
             self.check_file()
             size, words = int(self.document_bytes[number]), int(self.document_words[number])
             yield Document(number, name, self.tokens[begin:end], size, words)
-
-    def length_histogram(self) -> list[tuple[int, int, int]]:
-        """(low, high, documents with lengths in [low, high)) in powers of two, from the shortest to the longest."""
-        # frexp's exponent is exact for every length: lengths in [2^(e-1), 2^e) have exponent e.
-        exponents = np.frexp(self.lengths.astype(np.float64))[1]
-        counts = np.bincount(exponents)
-        return [(1 << (e - 1), 1 << e, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
 
     def check_file(self) -> None:
         """Refuse a token file that has become shorter: reading beyond its end would kill the process."""
@@ -240,7 +213,14 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     if split not in manifest.splits:
         raise ValueError(f"{root} has no split {split!r} but {', '.join(manifest.splits)}")
     facts = manifest.splits[split]
-    verify_files(root, facts["files"], contents=verify)
+    for name, stated in facts["files"].items():
+        path = root / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: prepare the corpus again")
+        if (size := path.stat().st_size) != stated["size"]:
+            raise ValueError(f"{path} has {size} bytes instead of {stated['size']}: prepare the corpus again")
+        if verify and file_facts(path)["sha256"] != stated["sha256"]:
+            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
     dtype = np.dtype(manifest.content["dtype"]).newbyteorder("<")
     # Plain arrays over the maps: indexing np.memmap itself costs microseconds per row.
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))

@@ -67,10 +67,12 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
     recipes = [source for source in sources if source in RECIPES]
     if recipes:
         if len(sources) > 1:
-            raise ValueError(f"the recipe {recipes[0]!r} stands alone: prepare the other sources into another folder")
+            raise ValueError(
+                f"the recipe {recipes[0]!r} cannot be combined: prepare the other sources into another folder"
+            )
         return RECIPES[recipes[0]](options)
     if options.local is not None:
-        raise ValueError(f"--from belongs to a recipe ({', '.join(RECIPES)}); name paths as sources themselves")
+        raise ValueError(f"--from is for recipes ({', '.join(RECIPES)}): give paths as sources")
     files = [file for source in sources for file in _source_files(source, options)]
     sections = _sections(files[0], options, held_out or {}) if len(files) == 1 else []
     return sections or _spans_of_files(files, options, rule=options.splits)
@@ -190,7 +192,7 @@ def _source_files(source: str, options: SourceOptions) -> list[Span]:
             f"{source} ends in none of {_READ}: if it is text, add --suffix {Path(source).suffix or source}"
         )
     if not found and not is_url(source) and not Path(source).is_dir():
-        raise ValueError(f"no source {source}: neither a file, a folder nor one of {', '.join(RECIPES)}")
+        raise ValueError(f"no source {source}: it is not a file, a folder or one of {', '.join(RECIPES)}")
     raise ValueError(f"{source} holds no {_READ} file; name other endings of text files with --suffix")
 
 
@@ -272,7 +274,7 @@ def _lm1b(options: SourceOptions) -> list[Span]:
 def _stdlib(options: SourceOptions) -> list[Span]:
     """The top-level packages and modules of this Python's standard library, without its tests."""
     if options.local is not None:
-        raise ValueError("the recipe stdlib reads the Python at hand: leave --from out")
+        raise ValueError("the recipe stdlib reads the Python that runs gss: leave out --from")
     folder = Path(sysconfig.get_path("stdlib"))
     spans = []
     for path in sorted(folder.iterdir()):
@@ -288,17 +290,15 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
     "stdlib": _stdlib,
     "pg19": _pg19,
     "lm1b": _lm1b,
-    "arxiv": lambda options: _entries(
-        "arxiv", "article", options, lambda p: p.is_dir() or (p.is_file() and p.name.lower().endswith(ARCHIVES))
-    ),
-    "github": lambda options: _entries("github", "repository", options, Path.is_dir),
+    "arxiv": lambda options: _entries("arxiv", "article", options, ARCHIVES),
+    "github": lambda options: _entries("github", "repository", options),
 }
 
 
-def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[Path], bool]) -> list[Span]:
+def _entries(recipe: str, kind: str, options: SourceOptions, archives: tuple[str, ...] = ()) -> list[Span]:
     """A folder of articles or repositories, each a document; splits by folders of that name, else by hash."""
     if options.local is None:
-        raise ValueError(f"the recipe {recipe} needs a folder of yours: gss prepare {recipe} --from FOLDER")
+        raise ValueError(f"the recipe {recipe} needs your own folder: gss prepare {recipe} --from FOLDER")
     folder = Path(options.local)
     if not folder.is_dir():
         raise ValueError(f"--from {folder}: no such folder")
@@ -310,10 +310,15 @@ def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[P
         raise ValueError(f"{folder} has no folders train, valid, test: use --splits hash")
     else:
         found = [(entry, None) for entry in entries]
-    chosen = [(entry, split) for entry, split in found if not entry.name.startswith(".") and wanted(entry)]
-    if not chosen:
+    spans = [
+        _tree_span(kind, entry, entry.relative_to(folder).as_posix(), split)
+        for entry, split in found
+        if not entry.name.startswith(".")
+        and (entry.is_dir() or (entry.is_file() and entry.name.lower().endswith(archives)))
+    ]
+    if not spans:
         raise ValueError(f"{folder} holds no {kind}")
-    return [_tree_span(kind, entry, entry.relative_to(folder).as_posix(), split) for entry, split in chosen]
+    return spans
 
 
 def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:

@@ -48,7 +48,7 @@ def create_app(
     if api_key is not None:
         api_key = api_key.strip()  # a header never has any: a key read from a file with its line end would fit none
         if not api_key:
-            raise ValueError("the API key is empty: give one, or None")
+            raise ValueError("the API key is empty: give one, or leave it out")
     app = FastAPI(
         title="gss",
         version=__version__,

@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +21,7 @@ from gss.serve.schemas import CompletionRequest
 _later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
     "full": partial(_later, "the queue is full: try again later"),
-    "timeout": partial(ApiError, 408, "the request took longer than it may", code="request_timeout"),
+    "timeout": partial(ApiError, 408, "the request took too long", code="request_timeout"),
     "stopping": partial(ApiError, 503, "the server is stopping", code="stopping", headers={"Retry-After": "5"}),
     "internal": partial(ApiError, 500, "the server failed; its log says why"),
 }
@@ -55,19 +54,14 @@ class Surfaces(dict[int, str]):
         return name
 
 
-@dataclass
 class Service:
     """What every route works with: an engine, its model's id for clients, the limits, and what answers hold."""
 
-    engine: EngineThread
-    name: str
-    limits: Limits
-    surfaces: Surfaces = field(init=False)
-    scores: WeakKeyDictionary[object, int] = field(init=False, default_factory=WeakKeyDictionary)
-    """Log-probabilities that each answer under way holds, or will, at most."""
-
-    def __post_init__(self) -> None:
-        self.surfaces = Surfaces(self.engine.tokenizer)
+    def __init__(self, engine: EngineThread, name: str, limits: Limits) -> None:
+        self.engine, self.name, self.limits = engine, name, limits
+        self.surfaces = Surfaces(engine.tokenizer)
+        # The log-probabilities that each answer under way will hold at most.
+        self.scores: WeakKeyDictionary[ActiveCompletion, int] = WeakKeyDictionary()
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not the one that is served."""

@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import hmac
+import re
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -27,8 +28,8 @@ _PHRASES = {
     404: "there is no such address",
     405: "this address does not answer to this method",
 }
-# Bytes of a body that is let in whatever others hold.
-_SMALL_BODY = 1 << 16
+_SMALL_BODY = 1 << 16  # bytes of a body that is let in whatever others hold
+_HOST = re.compile(r"\[[^]]*\]?|[^:]*")  # a host's name, or its address in brackets, without the port
 
 
 def to_json(content: Any) -> bytes:
@@ -157,7 +158,8 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of those that come twice, the first counts
-        if self._hosts is not None and _host_name(headers.get(b"host", b"")) not in self._hosts:
+        host = _HOST.match(headers.get(b"host", b"").decode("latin-1").strip().lower())
+        if self._hosts is not None and host and host[0] not in self._hosts:
             raise ApiError(403, "this server does not answer to that host name: set an API key to open it to others")
         if self._key is not None and scope["path"] not in self._open_paths:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -171,11 +173,6 @@ class Guard:
                 )
         length = headers.get(b"content-length", b"0")
         self._check_size(int(length) if length.isdigit() and len(length) <= 18 else sys.maxsize)
-
-
-def _host_name(value: bytes) -> str:
-    text = value.decode("latin-1").strip().lower()
-    return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
 
 
 def _digest(value: bytes) -> bytes:

@@ -130,6 +130,7 @@ def _answer(name: str, about: str, **fields: Any) -> Any:
     return create_model(name, __doc__=about, **required)  # type: ignore[call-overload]
 
 
+_many: Any = list.__class_getitem__  # list[…] of a model that is made here, which type checkers do not know
 Ending = Literal["stop", "length"] | None
 Usage = _answer("Usage", "Counts of tokens.", prompt_tokens=int, completion_tokens=int, total_tokens=int)
 Logprobs = _answer(
@@ -144,12 +145,12 @@ Logprobs = _answer(
 Choice = _answer("Choice", "A continuation.", index=int, text=str, logprobs=Logprobs | None, finish_reason=Ending)
 ChatChoice = _answer("ChatChoice", "An answer; streamed, a `delta`.", index=int, message=Message, finish_reason=Ending)
 _HEAD: dict[str, Any] = {"id": str, "created": int, "model": str, "usage": Usage}
-Completion = _answer("Completion", "Continuations.", object=Literal["text_completion"], choices=list[Choice], **_HEAD)
+Completion = _answer("Completion", "Continuations.", object=Literal["text_completion"], choices=_many(Choice), **_HEAD)
 ChatCompletion = _answer(
-    "ChatCompletion", "Answers of a chat.", object=Literal["chat.completion"], choices=list[ChatChoice], **_HEAD
+    "ChatCompletion", "Answers of a chat.", object=Literal["chat.completion"], choices=_many(ChatChoice), **_HEAD
 )
 ModelCard = _answer("ModelCard", "The model.", id=str, object=Literal["model"], created=int, owned_by=str)
-ModelList = _answer("ModelList", "All models.", object=Literal["list"], data=list[ModelCard])
+ModelList = _answer("ModelList", "All models.", object=Literal["list"], data=_many(ModelCard))
 Tokens = _answer("Tokens", "The tokens of a text.", tokens=list[int], pieces=list[str], count=int)
 Text = _answer("Text", "The text of tokens.", prompt=str)
 Health = _answer("Health", "Whether the server works.", status=Literal["ok", "stopped"])
