@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from gss import box
 from gss.cli.shared import Force, share_bar, table
 
 if TYPE_CHECKING:
@@ -55,12 +56,11 @@ def prepare_command(
     force: Force = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
-    from gss.box import folder as box_folder
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
     options = _source_options(local, suffix, field, splits)
-    vocabulary = load_tokenizer(box_folder() if tokenizer == "box" else tokenizer, eos)
+    vocabulary = load_tokenizer(box.folder() if tokenizer == "box" else tokenizer, eos)
     number, _, machines = part.partition("/")
     if not (number.isdecimal() and machines.isdecimal()):
         raise ValueError(f"--part is one number of another, such as 2/3, not {part!r}")

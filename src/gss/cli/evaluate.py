@@ -15,7 +15,12 @@ from rich.console import Console
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+import gss
+from gss.box import NAME
 from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, share_bar, table, whole_numbers
+from gss.config import override, parse_assignments, to_mapping
+from gss.io.files import finite, write_json
+from gss.paper import PERPLEXITY
 
 if TYPE_CHECKING:
     from gss.evaluation import LengthResult
@@ -42,12 +47,8 @@ def evaluate_command(
 
     Under torchrun, sequences longer than a piece are shared among the processes.
     """
-    from gss.box import NAME
     from gss.data import open_dataset
-    from gss.evaluation import evaluate, longest_document
-    from gss.io.files import finite
-    from gss.lm import load
-    from gss.paper import PERPLEXITY
+    from gss.evaluation import longest_document
     from gss.training.distributed import joined
 
     asked = whole_numbers(lengths)
@@ -60,8 +61,8 @@ def evaluate_command(
         beyond = ", ".join(f"{length:,}" for length in asked if length > longest)
         print(f"not scored at {beyond}: the longest document has {longest:,} tokens", file=sys.stderr)
     with joined(device) as world, share_bar("scoring") as show:
-        lm, name = load(run, step=step, device=world.device, state=state), str(run or NAME)
-        result = evaluate(
+        lm, name = gss.load(run, step=step, device=world.device, state=state), str(run or NAME)
+        result = gss.evaluate(
             lm,
             dataset,
             wanted + [None] * carry_state,
@@ -143,13 +144,11 @@ def context(
     """
     from gss.data import open_dataset
     from gss.io.devices import pick_device
-    from gss.io.files import finite, write_json
-    from gss.lm import load
     from gss.probe import probe_context
 
     dataset, results, kept = open_dataset(data, split), {}, []
     for run in runs:
-        lm = load(run, device=pick_device(device))
+        lm = gss.load(run, device=pick_device(device))
         with share_bar(f"probing {run}") as show:
             result = probe_context(
                 lm, dataset, longest=longest, shortest=shortest, targets=targets, per_document=blocks,
@@ -220,15 +219,12 @@ def tasks(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on a generated task, and report how often it is right on fresh sequences."""
-    from gss.config import override, parse_assignments, to_mapping
     from gss.io.devices import pick_device
-    from gss.io.files import finite
-    from gss.presets import preset as named
     from gss.probe import make_task, task_optimizer, train_on_task
 
     given = parse_assignments(settings or [])
     rates = {key.partition(".")[2]: given.pop(key) for key in list(given) if key.startswith("optimizer.")}
-    config = named(preset, **({} if width is None else {"width": width}), **given)
+    config = gss.preset(preset, **({} if width is None else {"width": width}), **given)
     with share_bar("training") as show:
         result = train_on_task(
             config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from gss.cli.models import Set
 from gss.cli.shared import AsJson, Device, share_bar, whole_numbers
+from gss.config import parse_assignments
 
 _WHAT = "train (whole training steps), prefill (reading a prompt to its last logits), or decode (greedy decoding)."
 _SHAPES = {
@@ -138,7 +139,6 @@ def reproduce_command(
     With the same --out the command resumes: finished runs are known by their files in OUT/results, and an interrupted
     one continues from its checkpoint. What is fixed, and why: docs/reproducing.md.
     """
-    from gss.config import parse_assignments
     from gss.data import load_tokenizer, prepare
     from gss.reproduce import SCALES, TARGETS, find_corpora, planned, reproduce
 

@@ -9,9 +9,15 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from rich.console import Console
+from rich.markup import escape
 from typer import Argument, Option
 
+import gss
+from gss.choices import nearest
 from gss.cli.shared import AsJson, table
+from gss.config import parse_assignments, to_mapping
+from gss.presets import PRESETS
+from gss.recipes import recipe_names
 
 
 class Setting(NamedTuple):
@@ -61,15 +67,11 @@ Set = Annotated[list[str] | None, Option("--set", help=_SET, autocompletion=comp
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
     """For a shell: presets."""
-    from gss.presets import PRESETS
-
     return [(name, preset.about) for name, preset in PRESETS.items() if name.startswith(incomplete)]
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     """For a shell: recipes."""
-    from gss.recipes import recipe_names
-
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
@@ -79,10 +81,6 @@ def settings_command(
     ] = None,
 ) -> None:
     """List the settings that `gss train --set` and recipes take: type, default, and what each is."""
-    from rich.markup import escape
-
-    from gss.choices import nearest
-
     every = list(settings())
     chosen = [each for each in every if name is None or each.name == name or each.name.startswith(f"{name}.")]
     if not chosen:
@@ -101,7 +99,6 @@ def _line(text: str) -> str:
 def presets_command() -> None:
     """List the named models: the paper's, and tiny and small ones of each family."""
     from gss.accounting import account
-    from gss.presets import PRESETS
 
     rows = []
     for name, each in PRESETS.items():
@@ -118,10 +115,8 @@ def params_command(
 ) -> None:
     """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""
     from gss.accounting import account
-    from gss.config import parse_assignments, to_mapping
-    from gss.presets import preset as named
 
-    config = named(preset, **parse_assignments(settings or []))
+    config = gss.preset(preset, **parse_assignments(settings or []))
     accounts = account(config, length)
     if as_json:
         facts = {

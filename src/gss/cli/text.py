@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Argument, Option
 
+import gss
+from gss.box import NAME
 from gss.cli.shared import Device, Precision, Run, Speculate, State, Step, Weights
 from gss.sampling import OPTIONS, Sampling
 
@@ -68,13 +70,12 @@ def generate_command(
     from gss.accounting import account
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
-    from gss.lm import load
     from gss.precision import check
 
     check(precision)
     given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _utf8(prompt, "the prompt")]
     drawn = Sampling(**sampling)
-    lm = load(run, step=step, device=pick_device(device), state=state, weights=weights)
+    lm = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
     small = account(lm.model.config).parameters < _SMALL
     options: dict[str, Any] = {"n": samples, "max_tokens": tokens, "seed": seed, "stop": stop or ()}
     options |= {"precision": precision, "speculate": speculate}
@@ -125,13 +126,11 @@ def read_command(
 ) -> None:
     """Read a document once and keep what the model remembers of it: a state, which texts can start from."""
     from gss.io.devices import pick_device
-    from gss.io.states import save_state
-    from gss.lm import load
 
     text = _standard_input() if book == "-" else _text_of(Path(book))
-    lm = load(run, step=step, device=pick_device(device), state=state)
+    lm = gss.load(run, step=step, device=pick_device(device), state=state)
     after = lm.read(text, precision=precision)
-    save_state(after, out, int8=int8)
+    gss.save_state(after, out, int8=int8)
     print(f"read {int(after.position):,} tokens; wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
@@ -210,9 +209,7 @@ def serve_command(
     drain: Annotated[float, Option(min=0, help="Seconds that running requests get when the server stops.")] = 30.0,
 ) -> None:
     """Serve a model: OpenAI-compatible completions, and a playground in the browser."""
-    from gss.box import NAME
     from gss.io.devices import pick_device
-    from gss.lm import load
     from gss.precision import check
 
     try:
@@ -231,7 +228,7 @@ def serve_command(
     sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}
     limits = Limits(**sizes, seconds=max_seconds, queue=queue)
     with console.status(f"loading {escape(str(run or NAME))}"):
-        loaded = load(run, step=step, device=pick_device(device), state=state, weights=weights)
+        loaded = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

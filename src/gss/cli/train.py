@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
+import gss
+from gss.cli.evaluate import figures
 from gss.cli.models import Set, complete_name, complete_preset, complete_recipe
 from gss.cli.shared import table
+from gss.config import parse_assignments
 
 _RECIPES = "A recipe (tiny, small, pg19, …) or a TOML file. Default: one for the model and machine."
 
@@ -36,8 +39,6 @@ def train_command(
     Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command continues. Several GPUs or machines:
     `torchrun --nproc-per-node 8 -m gss train …`.
     """
-    from gss.config import parse_assignments
-    from gss.training import train
     from gss.training.start import plan
 
     given = {"start": start, "lora": lora, "tune": tune}
@@ -45,7 +46,7 @@ def train_command(
     run, chosen = plan(data, out, preset, config, settings)
     if chosen and not quiet and os.environ.get("RANK", "0") == "0":
         print(chosen, flush=True)
-    result = train(run, data, out, allow=allow or (), quiet=quiet)
+    result = gss.train(run, data, out, allow=allow or (), quiet=quiet)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
 
@@ -65,14 +66,11 @@ def quickstart_command(
 
     Whatever exists already is continued. Each part is a command of its own, which is printed first.
     """
-    from gss.cli.evaluate import figures
     from gss.data import load_tokenizer, open_dataset, prepare
-    from gss.evaluation import evaluate
-    from gss.lm import load
     from gss.report import write_report
     from gss.report.scores import keep
     from gss.report.theme import MissingMatplotlibError
-    from gss.training import resolve, train
+    from gss.training import resolve
 
     console = Console(highlight=False, soft_wrap=True)
 
@@ -85,7 +83,7 @@ def quickstart_command(
     folders = {name: runs / name for name in PRESETS}
     for name, folder in folders.items():
         show(f"gss train --config {config} --preset {name} --data {data} --out {folder}")
-        done = train(resolve(name, config, set_ or (), held_out.vocab_size), data, folder)
+        done = gss.train(resolve(name, config, set_ or (), held_out.vocab_size), data, folder)
         if done.signal is not None:
             raise typer.Exit(128 + done.signal)
     lengths = [length for length in LENGTHS if length <= held_out.lengths.max()]
@@ -94,8 +92,8 @@ def quickstart_command(
     rows, losses = [["unigrams", *[f"{math.exp(entropy):.3f}"] * len(lengths), "", "", ""]], {"unigrams": entropy}
     for name, folder in folders.items():
         show(f"gss eval {folder} --data {data} --lengths {','.join(map(str, lengths))}")
-        lm = load(folder)
-        result = evaluate(lm, held_out, lengths)
+        lm = gss.load(folder)
+        result = gss.evaluate(lm, held_out, lengths)
         keep(folder, lm.step, held_out, result)
         rows.append([name, *(f"{row.perplexity:.3f}" for row in result.rows), *figures(result.rows[-1])[1:]])
         losses[name] = result.rows[-1].loss
@@ -106,7 +104,7 @@ def quickstart_command(
     for name, loss in losses.items():
         console.print(f"{name}: {loss:.3f} nats per byte")
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")
-    text = load(folders[PRESETS[0]]).generate(PROMPT, max_tokens=300, temperature=0.7)
+    text = gss.load(folders[PRESETS[0]]).generate(PROMPT, max_tokens=300, temperature=0.7)
     console.print(escape(PROMPT + text))
     report = runs / "report.html"
     show(f"gss report {' '.join(map(str, folders.values()))} --out {report} --prompt '{PROMPT}'")

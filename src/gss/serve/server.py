@@ -69,6 +69,8 @@ class Connections:
 
     def listen(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
         """Accept what comes at a socket; who has something to say gets a connection that `make` makes."""
+        if listener.fileno() < 0:  # closed before it could accept again
+            return
         listener.setblocking(False)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener, make)
 
@@ -90,7 +92,7 @@ class Connections:
                     self._next_complaint = time.monotonic() + 60
                     logging.getLogger("gss.serve").error("no connection can be accepted: %s", error)
                 loop.remove_reader(listener)
-                loop.call_later(0.5, lambda: listener.fileno() >= 0 and self.listen(listener, make))
+                loop.call_later(0.5, self.listen, listener, make)
                 return
             silent.setblocking(False)
             self.idle[silent] = time.monotonic()
