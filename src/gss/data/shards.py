@@ -225,25 +225,15 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     # Plain arrays over the maps: indexing np.memmap itself costs microseconds per row.
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
-    columns = dict(zip(COLUMNS, index, strict=True))
-    ends = columns["ends"]
+    ends, sizes, words = index[:3]
     orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
     if not orderly or (index[1:3] < 0).any():
         raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus again")
     if verify:
         for low in range(0, len(tokens), 1 << 24):
             check_ids(tokens[low : low + (1 << 24)], manifest.tokenizer["vocab_size"], root)
-    return Dataset(
-        tokens,
-        columns["ends"],
-        columns["bytes"],
-        columns["words"],
-        vocab_size=manifest.tokenizer["vocab_size"],
-        eos_id=manifest.tokenizer["eos_id"],
-        split=split,
-        folder=root,
-        manifest=manifest,
-    )
+    ids = {name: manifest.tokenizer[name] for name in ("vocab_size", "eos_id")}
+    return Dataset(tokens, ends, sizes, words, **ids, split=split, folder=root, manifest=manifest)
 
 
 def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:

@@ -137,7 +137,7 @@ class ActiveCompletion:
         try:
             self._engine.submit(self._jobs)
         except RefusedError as refused:
-            raise _FAILURES[refused.failure]() from None
+            raise _FAILURES[refused.args[0]]() from None
         held[self] = scores
 
     def _check_body(self) -> None:

@@ -37,10 +37,6 @@ Posts = list[tuple[Job, Piece]]
 class RefusedError(Exception):
     """The engine does not take a job: its queue is "full", or it is "stopping"."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
 
 class EngineThread:
     """Runs jobs on a model until it is stopped.
