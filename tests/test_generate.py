@@ -219,6 +219,17 @@ def test_texts_side_by_side() -> None:
     assert set(ends.values()) == {"length", "stop"}
 
 
+def test_a_stop_string_ends_one_text_alone() -> None:
+    model, tokenizer = gss.build_model(gss.preset("gss-tiny"), seed=0), load_tokenizer("bytes")
+    prompts, options = ["one", "another"], {"max_tokens": 40, "seed": 1}
+    alone = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
+    stop = next(letter for letter in alone[0][:20] if letter not in alone[1])
+    texts = ["", ""]
+    for piece in stream_texts(model, tokenizer, prompts, stop=[stop], **options):
+        texts[piece.prompt] += piece.text
+    assert texts == [alone[0][: alone[0].index(stop)], alone[1]]
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_marks_at_the_end_of_a_prompt_are_not_repeated(together: bool) -> None:
     tokenizer = load_tokenizer("bytes")

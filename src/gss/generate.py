@@ -6,6 +6,8 @@ tokenizers and states; nothing of terminals or servers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 from gss import decode
@@ -117,7 +119,7 @@ def _texts(
             text += strings.push(pieces.rest()) + strings.rest()
         elif strings.ended:
             finish = "stop"
-            engine.cancel(request.__eq__, sample)
+            engine.cancel(partial(is_, request), sample)
         if finish:
             del going[request, sample]
         yield TextPiece(places[request], sample, text, len(output.tokens), finish)

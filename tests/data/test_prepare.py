@@ -38,7 +38,8 @@ def corpus(tmp_path: Path, texts: list[str]) -> Path:
 def test_tokens_index_and_counts(corpus: Path, tmp_path: Path, texts: list[str]) -> None:
     manifest = prepare([str(corpus)], tmp_path / "out", BYTES, valid=0, workers=1)
     dataset = open_dataset(tmp_path / "out")
-    assert [dataset.document(i).name for i in range(3)] == [f"corpus/{i:03d}.txt" for i in range(3)]
+    names = [document.name for document in dataset.documents()]
+    assert names[:3] == [f"corpus/{i:03d}.txt" for i in range(3)]
     for document, text in zip(dataset.documents(), texts, strict=True):
         assert document.tokens.tolist() == [*text.encode(), 256]
         assert (document.bytes, document.words) == (len(text.encode()), len(text.split()))
@@ -185,7 +186,7 @@ def test_damage_is_refused(corpus: Path, tmp_path: Path) -> None:
         (whole_text.replace('"documents": 60', '"documents": 61'), "was altered"),
         (whole_text[:-20], "is damaged"),
         ("{}", "is damaged"),
-        (whole_text.replace('"gss-data"', '"other"'), "is not ours"),
+        (whole_text.replace('"gss-data"', '"other"'), "is not one that gss reads"),
     ):
         manifest.write_text(damaged)
         with pytest.raises(ValueError, match=message):
@@ -269,7 +270,7 @@ def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
     work.mkdir()
     with open(work / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another gss prepare is at work"):
+        with pytest.raises(ValueError, match="another gss prepare is running"):
             prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
     prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
 
@@ -354,7 +355,7 @@ def test_a_corpus_that_shrinks_under_a_run_is_an_error(corpus: Path, tmp_path: P
     batches = Segments(open_dataset(tmp_path / "out"), length=64, batch_size=4)
     batches.batch(0)
     os.truncate(tmp_path / "out" / "train.tokens", 100)
-    for read in (lambda: batches.batch(1), lambda: batches.dataset.document(3)):
+    for read in (lambda: batches.batch(1), lambda: list(batches.dataset.documents())):
         with pytest.raises(ValueError, match="has become shorter while it was in use"):
             read()
 

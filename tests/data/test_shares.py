@@ -125,7 +125,7 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
     for number in (1, 2, 3):
         prepare_share(corpus, tmp_path / str(number), number)
     prepare_share(corpus, tmp_path / "1", 1)  # there already
-    with pytest.raises(ValueError, match="holds a corpus prepared otherwise"):
+    with pytest.raises(ValueError, match="holds a corpus that was prepared differently"):
         prepare_share(corpus, tmp_path / "1", 2)
     other = SourceOptions(span_bytes=CHUNK, splits="hash")
     prepare([str(corpus)], tmp_path / "other", BYTES, options=other, **HELD_OUT, share=(3, 3), workers=1)
@@ -135,12 +135,12 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         ([one, two], "a corpus of 3 parts needs each of them once, and these are 1/3, 2/3"),
         ([one, two, three, two], "these are 1/3, 2/3, 2/3, 3/3"),
         ([one, two, str(tmp_path / "other")], "are not parts of one corpus"),
-        ([one, str(corpus)], "is missing: this is not what gss prepare makes"),
+        ([one, str(corpus)], "is missing: this is not a folder that gss prepare made"),
         ([], "name the folders"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_shares(shares, out)
-    with pytest.raises(ValueError, match="one part of a corpus: put all its parts together with gss merge"):
+    with pytest.raises(ValueError, match="one part of a corpus: combine all its parts with gss merge"):
         open_dataset(one)
     for bad in ((0, 3), (4, 3)):
         with pytest.raises(ValueError, match="parts are counted from 1/3 to 3/3"):
@@ -157,10 +157,10 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         altered = bytearray(whole)
         altered[place] ^= 0x40 if place == -3 else 1
         records.write_bytes(altered)
-        with pytest.raises(ValueError, match=r"records\.bin is not as it was: copy this part again"):
+        with pytest.raises(ValueError, match=r"records\.bin has been altered: copy this part again"):
             merge_shares([one, two, three], out)
     records.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=r"records\.bin is not as it was"):
+    with pytest.raises(ValueError, match=r"records\.bin has been altered"):
         merge_shares([one, two, three], out)
     records.write_bytes(whole)
     for share in ("1", "2", "3"):
@@ -168,12 +168,12 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         whole = names.read_bytes()
         for cut in (whole[:-3], b"".join(whole.splitlines(True)[:-1]), whole + b'"another"\n'):
             names.write_bytes(cut)
-            with pytest.raises(ValueError, match=r"names\.jsonl is not as it was: copy this part again"):
+            with pytest.raises(ValueError, match=r"names\.jsonl has been altered: copy this part again"):
                 merge_shares([one, two, three], out)
         names.write_bytes(whole)
     tokens = sorted((tmp_path / "2").glob("part-*/tokens.bin"))[0]
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"tokens\.bin is not as it was: copy this part again"):
+    with pytest.raises(ValueError, match=r"tokens\.bin has been altered: copy this part again"):
         merge_shares([one, two, three], out)
     assert not out.exists()
 

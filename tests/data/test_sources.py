@@ -170,15 +170,15 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.rst").write_text("x")
     for source, message in (
-        ("nowhere", "neither a file, a folder nor one of stdlib"),
+        ("nowhere", "it is not a file, a folder or one of stdlib"),
         ("empty", "holds no .txt"),
         ("a.rst", "add --suffix .rst"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare([str(tmp_path / source)], tmp_path / "out", BYTES)
-    with pytest.raises(ValueError, match="stands alone"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         prepare(["stdlib", str(tmp_path)], tmp_path / "out", BYTES)
-    with pytest.raises(ValueError, match="--from belongs to a recipe"):
+    with pytest.raises(ValueError, match="--from is for recipes"):
         prepare([str(tmp_path / "empty")], tmp_path / "out", BYTES, options=SourceOptions(local="x"))
     assert contents_of(tmp_path) == ["a.rst", "empty"]
     found = prepared(tmp_path / "a.rst", tmp_path / "out", suffixes=(".rst",))

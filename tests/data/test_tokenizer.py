@@ -139,11 +139,11 @@ def test_the_end_of_document_of_a_folder(word_json: Path, tmp_path: Path) -> Non
     assert tokenizer.eos_id == 9
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved", eos="w7").eos_id == 9
-    with pytest.raises(ValueError, match="ends documents with 'w7', not '</s>': leave --eos out"):
+    with pytest.raises(ValueError, match="ends documents with 'w7', not '</s>': leave out --eos"):
         load_tokenizer(tmp_path / "saved", eos="</s>")
     load_tokenizer("bytes").save(tmp_path / "bytes")
     for spec in ("bytes", tmp_path / "bytes"):
-        with pytest.raises(ValueError, match="leave --eos out"):
+        with pytest.raises(ValueError, match="leave out --eos"):
             load_tokenizer(spec, eos="</s>")
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gss
-from gss.cli import app
+from gss.cli import app, main
 from gss.config import from_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
@@ -235,13 +235,18 @@ def test_a_run_that_is_not_described(exported: Path, tmp_path: Path, facts: dict
         hf.import_folder(folder, tmp_path / "out")
 
 
-def test_without_the_extra(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import sys
 
     for name in [name for name in sys.modules if name.startswith("gss.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(gss, "hf", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    result = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
-    assert "gss-lm[hf]" in str(result.exception)
-    assert isinstance(result.exception, ValueError)
+    monkeypatch.setattr(sys, "argv", ["gss", "export", str(run), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "gss-lm[hf]" in line

@@ -125,9 +125,8 @@ def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: An
     of_engine = {name: options.pop(name) for name in names if name in options}
     # Not above: engines alone are tested on machines without a web server.
     from gss.serve.app import create_app
-    from gss.serve.completions import post_to_loops
 
-    with engine_of(model, queue=limits.queue, post=post_to_loops, **of_engine) as engine:
+    with engine_of(model, queue=limits.queue, **of_engine) as engine:
         yield create_app(engine, name="tiny", limits=limits, **options)
 
 

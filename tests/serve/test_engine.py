@@ -10,9 +10,8 @@ import torch
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate, stream
-from gss.serve.engine import DrainingError, EngineThread, QueueFullError
-from gss.serve.job import Job
-from gss.serve.row import Row
+from gss.serve.engine import EngineThread, RefusedError
+from gss.serve.job import Job, Row
 from tests.conftest import ALL_FAMILIES
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively_model, text_of
 
@@ -165,7 +164,7 @@ def test_the_queue_is_bounded_and_in_order(model: gss.LanguageModel) -> None:
             take = each.job.sink
             each.job.sink = lambda piece, name=name, take=take: (order.append(name), take(piece))
         submit(engine, first, second, third)
-        with pytest.raises(QueueFullError):
+        with pytest.raises(RefusedError, match="full"):
             submit(engine, Asked("d", 1))
         third.wait()
         assert order == ["a", "b", "c"]
@@ -177,7 +176,7 @@ def test_draining(model: gss.LanguageModel) -> None:
         asked = Asked("x", 200, ignore_eos=True)
         submit(engine, asked)
         assert not engine.drain(0)
-        with pytest.raises(DrainingError):
+        with pytest.raises(RefusedError, match="stopping"):
             submit(engine, Asked("y"))
         assert engine.drain(30)
         assert asked.over

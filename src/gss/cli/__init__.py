@@ -10,11 +10,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer import Option
 
-from gss.cli import bench, data, evaluate, exchange, models, probe, quickstart, report, reproduce, serve, settings
-from gss.cli import text as texts
-from gss.cli import train as training
+from gss.cli import data, evaluate, exchange, measure, models, text, train
 
 app = typer.Typer(
     name="gss",
@@ -45,44 +44,41 @@ def _options(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "presets": models.presets,
-    "params": models.params,
+    "presets": models.presets_command,
+    "params": models.params_command,
     "prepare": data.prepare_command,
     "merge": data.merge_command,
     "data": data.data_command,
     "eval": evaluate.evaluate_command,
-    "generate": texts.generate_command,
-    "serve": serve.serve_command,
-    "train": training.train_command,
-    "settings": settings.settings_command,
-    "read": texts.read_command,
-    "bench": bench.bench_command,
+    "generate": text.generate_command,
+    "serve": text.serve_command,
+    "train": train.train_command,
+    "settings": models.settings_command,
+    "read": text.read_command,
+    "bench": measure.bench_command,
     "export": exchange.export_command,
     "import": exchange.import_command,
     "quantize": exchange.quantize_command,
-    "quickstart": quickstart.quickstart_command,
-    "report": report.report_command,
-    "reproduce": reproduce.reproduce_command,
+    "quickstart": train.quickstart_command,
+    "report": measure.report_command,
+    "reproduce": measure.reproduce_command,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
 app.add_typer(data.tokenizer_app, name="tokenizer")
-app.add_typer(probe.probe, name="probe")
+app.add_typer(evaluate.probe_app, name="probe")
 
 
 def main() -> None:
-    """Run the command; what the user can put right is one line on stderr and exit status 1, never a traceback."""
-    warnings.showwarning = lambda message, *where, **more: _say("yellow", "warning", message)
+    """Run the command; an error that the user can fix is one line on stderr and exit status 1, never a traceback."""
+
+    def say(kind: str, what: Exception | str) -> None:
+        said = escape(str(what) or type(what).__name__)
+        Console(stderr=True, highlight=False).print(f"{kind} {said}", soft_wrap=True)
+
+    warnings.showwarning = lambda message, *where, **more: say("[bold yellow]warning:[/]", message)
     try:
         app()
-    except (ValueError, OSError) as error:
-        _say("red", "error", error)
+    except (ValueError, OSError, ImportError) as error:  # an extra that is missing says how to install it
+        say("[bold red]error:[/]", error)
         sys.exit(1)
-
-
-def _say(colour: str, kind: str, what: Exception | str) -> None:
-    """A line on stderr."""
-    from rich.markup import escape
-
-    text = escape(str(what) or type(what).__name__)
-    Console(stderr=True, highlight=False).print(f"[bold {colour}]{kind}:[/] {text}", soft_wrap=True)

@@ -1,15 +1,19 @@
 """Commands on corpora: prepare, merge, data, tokenizer."""
 
+import sys
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
-from gss.cli.options import Force
+from gss import box
+from gss.cli.shared import Force, share_bar, table
 
 if TYPE_CHECKING:
-    from gss.data import Dataset, Manifest, SourceOptions
+    from gss.data import Manifest, SourceOptions
 
 tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
 
@@ -22,13 +26,14 @@ Sources = Annotated[
 ]
 Local = Annotated[
     str | None,
-    Option("--from", help="A recipe's copy: a folder, or a URL. Without it, pg19 and lm1b come from the hub."),
+    Option("--from", help="A recipe's corpus: a folder or a URL. Without it, pg19 and lm1b come from the hub."),
 ]
 Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of text files, such as .tex; repeatable.")]
+_SPLITS = "own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."
 Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
 
 
-@tokenizer_app.callback()
+@tokenizer_app.callback()  # without which a group of one command is that command
 def _tokenizer_group() -> None:
     """Make vocabularies."""
 
@@ -41,10 +46,7 @@ def prepare_command(
     ] = "bytes",
     eos: Annotated[str | None, Option(help="The token that ends a document, if the vocabulary does not say.")] = None,
     local: Local = None,
-    splits: Annotated[
-        str,
-        Option(help="own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."),
-    ] = "auto",
+    splits: Annotated[str, Option(help=_SPLITS)] = "auto",
     valid: Annotated[float, Option(help="Share of documents held out for validation, chosen by hash.")] = 0.05,
     test: Annotated[float, Option(help="Share of documents held out for testing, chosen by hash.")] = 0.0,
     suffix: Suffix = None,
@@ -54,13 +56,11 @@ def prepare_command(
     force: Force = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
-    from gss.box import folder as box_folder
-    from gss.cli.show import share_bar
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
     options = _source_options(local, suffix, field, splits)
-    vocabulary = load_tokenizer(box_folder() if tokenizer == "box" else tokenizer, eos)
+    vocabulary = load_tokenizer(box.folder() if tokenizer == "box" else tokenizer, eos)
     number, _, machines = part.partition("/")
     if not (number.isdecimal() and machines.isdecimal()):
         raise ValueError(f"--part is one number of another, such as 2/3, not {part!r}")
@@ -92,7 +92,7 @@ def merge_command(
     out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     force: Force = False,
 ) -> None:
-    """Make one corpus of parts that several machines prepared: the same, byte for byte, that one machine makes."""
+    """Combine the parts that several machines prepared into one corpus, byte for byte what one machine would make."""
     from gss.data import merge_shares
 
     _print_prepared(merge_shares(part, out, force=force), out)
@@ -112,14 +112,25 @@ def data_command(
     sample: Annotated[int, Option(help="Number of the document whose beginning is shown.")] = 0,
 ) -> None:
     """Show the counts, lengths and a sample of a prepared corpus, and verify all its hashes."""
+    import numpy as np
+
     from gss.data import open_dataset, read_manifest
 
     manifest = read_manifest(folder)
     splits = [open_dataset(folder, split) for split in manifest.splits]
     _print_facts(manifest)
     for split in splits:
-        _print_lengths(split)
-    _print_sample(splits[0], sample)
+        print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
+        exponents = np.frexp(split.lengths.astype(np.float64))[1]  # e for lengths from 2^(e-1) to 2^e - 1
+        counts = np.bincount(exponents)
+        for exponent in range(int(exponents.min()), len(counts)):
+            documents = int(counts[exponent])
+            drawn = "█" * round(40 * documents / counts.max()) or ("▏" if documents else "")
+            print(f"{1 << exponent - 1:>12,} to {(1 << exponent) - 1:<12,} {documents:>10,} {drawn}")
+    document = next(islice(splits[0].documents(), sample % len(splits[0]), None))
+    print(f"\nsample: {splits[0].split}, document {document.name}, its first tokens decoded:\n")
+    text = splits[0].tokenizer().decode(document.tokens[:120])
+    print("\n".join(f"  | {line}" for line in text.splitlines()), end="\n\n")
     print(f"all hashes verified; manifest {manifest.hash}")
 
 
@@ -129,9 +140,7 @@ def train_command(
     out: Annotated[Path, Option(help="The folder to create.")],
     vocab_size: Annotated[int, Option(help="Number of pieces; the paper's LM1B vocabulary has 30000.")] = 30_000,
     model: Annotated[str, Option(help="'unigram' or 'bpe'.")] = "unigram",
-    max_bytes: Annotated[
-        int, Option(min=1, help="Most text to train on, taken evenly from the sources.")
-    ] = 200_000_000,
+    max_bytes: Annotated[int, Option(min=1, help="Bytes of text to train on, at most.")] = 200_000_000,
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
@@ -139,7 +148,6 @@ def train_command(
     force: Force = False,
 ) -> None:
     """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
-    from gss.cli.show import share_bar
     from gss.data.tokenizer_training import train_tokenizer
 
     options = _source_options(local, suffix, field, "auto")
@@ -156,7 +164,7 @@ def train_command(
             progress=show,
         )
     if trained.vocab_size < vocab_size:
-        print(f"note: the text yields only {trained.vocab_size} pieces, not {vocab_size}")
+        print(f"note: the text gives only {trained.vocab_size} pieces, not {vocab_size}")
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
 
 
@@ -169,10 +177,6 @@ def _source_options(local: str | None, suffix: list[str] | None, field: str, spl
 
 def _print_facts(manifest: "Manifest") -> None:
     """Counts, the vocabulary, and what was left out."""
-    from rich.console import Console
-
-    from gss.cli.show import table
-
     counts = ("documents", "tokens", "bytes", "words")
     forms = {**dict.fromkeys(counts, ","), "tokens_per_byte": ".4f", "tokens_per_word": ".3f"}
     forms |= {"longest": ",", "unigram_entropy": ".3f"}
@@ -180,36 +184,12 @@ def _print_facts(manifest: "Manifest") -> None:
     header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
     caption = "tokens include the end of each document; entropy: unigram nats per token"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
-    console.print(table(None, header, rows, caption))
-    facts = manifest.tokenizer
-    print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}", end="")
-    if not facts["losses"]:
-        print("; lossless: every text comes back as it was")
-    else:
-        print(f"; LOSSY: it changes or drops {', '.join(facts['losses'])}, so text does not come back as it was")
+    Console(width=None if sys.stdout.isatty() else 140).print(table(None, header, rows, caption))
+    facts, losses = manifest.tokenizer, ", ".join(manifest.tokenizer["losses"])
+    kept = f"LOSSY: it changes or drops {losses}, so text does not come back as it was"
+    kept = kept if losses else "lossless: every text comes back as it was"
+    print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}; {kept}")
     for reason, entry in manifest.left_out.items():
         first = ", ".join(entry["first"][:3])
         more = ", ..." if entry["documents"] > 3 else ""
         print(f"left out: {entry['documents']:,} {reason} ({first}{more})")
-
-
-def _print_lengths(split: "Dataset") -> None:
-    import numpy as np
-
-    print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
-    bars = split.length_histogram()
-    most = max(documents for _, _, documents in bars)
-    for low, high, documents in bars:
-        drawn = "█" * round(40 * documents / most) or ("▏" if documents else "")
-        print(f"{low:>12,} to {high - 1:<12,} {documents:>10,} {drawn}")
-
-
-def _print_sample(split: "Dataset", number: int, tokens: int = 120) -> None:
-    document = split.document(number % len(split))
-    print(f"\nsample: {split.split}, document {document.name}, its first tokens decoded:\n")
-    text = split.tokenizer().decode(document.tokens[:tokens])
-    print("\n".join(f"  | {line}" for line in text.splitlines()))
-    print()

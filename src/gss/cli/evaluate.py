@@ -1,18 +1,30 @@
-"""`gss eval`: perplexity by sequence length."""
+"""Commands that score a model: eval, by sequence length; probe, how much of its context it uses."""
 
 import csv
 import json
 import math
 import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+import typer
+from rich.console import Console
+from typer import Argument, Option
+from typer.core import TyperGroup
 
-from gss.cli.options import AsJson, Device, Precision, Run, State, Step, whole_numbers
+import gss
+from gss.box import NAME
+from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, share_bar, table, whole_numbers
+from gss.config import override, parse_assignments, to_mapping
+from gss.io.files import finite, write_json
+from gss.paper import PERPLEXITY
 
 if TYPE_CHECKING:
     from gss.evaluation import LengthResult
+    from gss.probe import Stage
 
 
 def evaluate_command(
@@ -35,15 +47,8 @@ def evaluate_command(
 
     Under torchrun, sequences longer than a piece are shared among the processes.
     """
-    from rich.console import Console
-
-    from gss.box import NAME
-    from gss.cli.show import share_bar, table
     from gss.data import open_dataset
-    from gss.evaluation import evaluate, longest_document
-    from gss.io.files import finite
-    from gss.lm import load
-    from gss.paper import PERPLEXITY
+    from gss.evaluation import longest_document
     from gss.training.distributed import joined
 
     asked = whole_numbers(lengths)
@@ -51,13 +56,13 @@ def evaluate_command(
     longest = longest_document(dataset, max_tokens)
     wanted: list[int | None] = [length for length in asked if length <= longest]
     if not wanted and not carry_state:
-        wanted = [*asked]  # which is refused, with the reason
+        wanted = [*asked]  # which `evaluate` refuses, with the reason
     elif len(wanted) < len(asked):
         beyond = ", ".join(f"{length:,}" for length in asked if length > longest)
         print(f"not scored at {beyond}: the longest document has {longest:,} tokens", file=sys.stderr)
     with joined(device) as world, share_bar("scoring") as show:
-        lm, name = load(run, step=step, device=world.device, state=state), str(run or NAME)
-        result = evaluate(
+        lm, name = gss.load(run, step=step, device=world.device, state=state), str(run or NAME)
+        result = gss.evaluate(
             lm,
             dataset,
             wanted + [None] * carry_state,
@@ -98,3 +103,161 @@ def figures(row: "LengthResult") -> list[str]:
     """A row of scores as text: perplexity, its standard error, perplexity per word, bits per byte."""
     error = "–" if math.isnan(row.standard_error) else f"{row.standard_error:.3f}"
     return [f"{row.perplexity:.3f}", error, f"{row.word_perplexity:.4g}", f"{row.bits_per_byte:.3f}"]
+
+
+FILE = "probe.json"
+
+
+class _ContextByDefault(TyperGroup):
+    """`gss probe RUN …` is `gss probe context RUN …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["context", *args]
+        return super().parse_args(ctx, args)
+
+
+probe_app = typer.Typer(
+    help="Measure how much of its context a model uses. `gss probe RUN …` is `gss probe context RUN …`.",
+    cls=_ContextByDefault,
+    no_args_is_help=True,
+)
+
+
+@probe_app.command()
+def context(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
+    data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
+    split: Annotated[str, Option(help="The split to score.")] = "valid",
+    longest: Annotated[int | None, Option(help="The longest context. Default: one that 8 documents reach.")] = None,
+    shortest: Annotated[int, Option(help="The shortest context.")] = 1,
+    targets: Annotated[int, Option(help="Consecutive target tokens per block.")] = 512,
+    blocks: Annotated[int, Option(help="Maximum number of blocks per document.")] = 2,
+    documents: Annotated[int, Option(help="Maximum number of documents.")] = 32,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Score the same target tokens after more and more of their own document.
+
+    Each model's result is kept in its run folder as probe.json, from which `gss report` draws a figure.
+    """
+    from gss.data import open_dataset
+    from gss.io.devices import pick_device
+    from gss.probe import probe_context
+
+    dataset, results, kept = open_dataset(data, split), {}, []
+    for run in runs:
+        lm = gss.load(run, device=pick_device(device))
+        with share_bar(f"probing {run}") as show:
+            result = probe_context(
+                lm, dataset, longest=longest, shortest=shortest, targets=targets, per_document=blocks,
+                max_documents=documents, precision=precision,
+                report=lambda done, total, run=run, show=show: show(f"probing {run}", done / total),  # type: ignore[misc]
+            )  # fmt: skip
+        results[str(run)] = result
+        kept.append(finite({"run": str(run), "step": lm.step, "data": dataset.hash, **asdict(result)}))
+        try:
+            write_json(run / FILE, kept[-1])
+        except OSError as error:
+            warnings.warn(f"the result is not kept in the run folder: {error}", stacklevel=1)
+    if as_json:
+        print(json.dumps(kept, indent=2))
+        return
+    console, first = Console(), next(iter(results.values()))
+    positions = {name: {row.start: f"{row.loss:.4f}" for row in result.by_position} for name, result in results.items()}
+    title = "Loss by position, the state carried (nats per token)"
+    rows = [[f"{start:,} – {max(1, 2 * start) - 1:,}", *cells] for start, cells in _cells(positions)]
+    console.print(table(title, ["positions", *positions], rows))
+    columns: dict[str, dict[int, str]] = {}
+    for name, result in results.items():
+        columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
+        columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
+        columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
+    read = f"{first.documents:,} document{'s' * (first.documents > 1)}"
+    title = f"Loss of the same {first.tokens:,} tokens of {read} by the true tokens before them"
+    caption = (
+        "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
+        "standard error of the difference between replaced and its last row, over documents."
+    )
+    rows = [[f"{tokens:,}", *cells] for tokens, cells in _cells(columns)]
+    console.print(table(title, ["true tokens", *columns], rows, caption))
+    for name, result in results.items():
+        before, after = result.replaced[0], result.replaced[-1]
+        gain = f"{before.context:,} to {after.context:,} true tokens gain {before.excess:.4f} ± "
+        gain += f"{before.excess_error:.4f} nats"
+        effective = f"no effective context, {gain}"
+        if result.effective_context is not None:
+            low, high = result.effective_interval
+            effective = f"effective context {result.effective_context:,} tokens (95%: {low:,} to {high:,}); {gain}"
+        console.print(f"{name}: {effective}", markup=False, highlight=False)
+
+
+@probe_app.command()
+def tasks(
+    preset: Annotated[str, Option(help="The model: see `gss presets`.")],
+    task: Annotated[str, Option(help="induction, selective-copying, recall or passkey.")] = "recall",
+    pairs: Annotated[int | None, Option("--pairs", "--items", help="Pairs, items, or digits of a passkey.")] = None,
+    vocabulary: Annotated[int | None, Option(help="Number of ids. Default: the task's, 8,192 for recall.")] = None,
+    length: Annotated[int, Option(help="Tokens of a training sequence.")] = 512,
+    lengths: Annotated[str, Option(help="Further lengths to test at, separated by commas.")] = "",
+    width: Annotated[int | None, Option(help="The model's width.")] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="A field of the model, or optimizer.…=…")] = None,
+    steps: Annotated[int, Option(help="Training steps, including those of the curriculum.")] = 2000,
+    rows: Annotated[int, Option(help="Sequences per step.")] = 64,
+    curriculum: Annotated[
+        str,
+        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps train on: 4:16:128:100,8:32:64:100."),
+    ] = "",
+    sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
+    stretch: Annotated[float, Option(help="After training, multiply the time constants of GSS2 layers by this.")] = 1.0,
+    optimizer: Annotated[str, Option(help="muon, adamw or adafactor.")] = "muon",
+    learning_rate: Annotated[float, Option(help="The base learning rate.")] = 3.2e-3,
+    seed: Annotated[int, Option(help="Draws the first weights and the sequences.")] = 0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Train a model on a generated task, and report how often it is right on fresh sequences."""
+    from gss.io.devices import pick_device
+    from gss.probe import make_task, task_optimizer, train_on_task
+
+    given = parse_assignments(settings or [])
+    rates = {key.partition(".")[2]: given.pop(key) for key in list(given) if key.startswith("optimizer.")}
+    config = gss.preset(preset, **({} if width is None else {"width": width}), **given)
+    with share_bar("training") as show:
+        result = train_on_task(
+            config, make_task(task, pairs, vocabulary), length=length, lengths=whole_numbers(lengths), steps=steps,
+            rows=rows, curriculum=_stages(curriculum), sequences=sequences, stretch=stretch, seed=seed,
+            optimizer=override(task_optimizer(config, steps, optimizer, learning_rate), rates),
+            device=pick_device(device), precision=precision,
+            report=lambda done, total: show("training", done / total),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(finite({"preset": preset, **asdict(result), "model": to_mapping(config)}), indent=2))
+        return
+    about = f"{preset} on {task}: {result.items} items, {steps:,} steps at length {length:,}, loss {result.loss:.3f}"
+    rows_shown = [
+        [f"{a.length:,}", f"{a.sequences}", f"{a.accuracy:.1%}", _number(a.standard_error, ".1%"), f"{a.solved:.1%}"]
+        for a in result.accuracy
+    ]
+    Console().print(table(about, ["length", "sequences", "accuracy", "±", "all right"], rows_shown))
+
+
+def _stages(text: str) -> list["Stage"]:
+    from gss.probe import Stage
+
+    try:
+        return [Stage(*map(int, part.split(":"))) for part in text.split(",") if part]
+    except (ValueError, TypeError):
+        raise ValueError(f"a curriculum is ITEMS:LENGTH:ROWS:STEPS, separated by commas, not {text!r}") from None
+
+
+def _cells(columns: Mapping[str, Mapping[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of columns whose cells are by number: the number of each, and its cells."""
+    for number in sorted({number for column in columns.values() for number in column}):
+        yield number, [column.get(number, "") for column in columns.values()]
+
+
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else f"{value:{form}}"

@@ -1,14 +1,15 @@
 """Commands that write a model in another form: export and import for other libraries, and quantize."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from gss.cli.options import Step
+from gss.cli.shared import Step
+
+_TO = "hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."
+_RUNTIME = "With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."
 
 
 class Target(StrEnum):
@@ -22,28 +23,24 @@ class Target(StrEnum):
 def export_command(
     run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
     out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
-    to: Annotated[
-        Target, Option(help="hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model.")
-    ] = Target.HF,
+    to: Annotated[Target, Option(help=_TO)] = Target.HF,
     step: Step = None,
-    runtime: Annotated[
-        Path | None,
-        Option(help="With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."),
-    ] = None,
+    runtime: Annotated[Path | None, Option(help=_RUNTIME)] = None,
 ) -> None:
     """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
     if runtime is not None and to is not Target.WEB:
         raise ValueError("--runtime is for --to web")
     if to is Target.HF:
-        with _extra():
-            from gss.hf import export_run
+        from gss.hf import export_run
+
         print(f"wrote {export_run(run, out, step=step)}: load it after `import gss.hf`")
-        return
-    with _extra():
-        from gss.export import export_onnx, export_page
-    if to is Target.ONNX:
+    elif to is Target.ONNX:
+        from gss.export import export_onnx
+
         print(f"wrote {export_onnx(run, out, step=step)}: model.onnx, and model.json with the shapes of its state")
     else:
+        from gss.export import export_page
+
         folder = export_page(run, out, step=step, runtime=runtime)
         print(f"wrote {folder}: python -m http.server --directory {folder} shows it at http://localhost:8000")
 
@@ -53,8 +50,8 @@ def import_command(
     run: Annotated[Path, Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
     """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
-    with _extra():
-        from gss.hf import import_folder
+    from gss.hf import import_folder
+
     print(f"wrote {import_folder(folder, run)}")
 
 
@@ -72,12 +69,3 @@ def quantize_command(
         raise ValueError(f"weights have 16, 8 or 4 bits, not {bits}")
     target = quantize_run(run, out or run.with_name(f"{run.resolve().name}-{names[bits]}"), names[bits], step=step)
     print(f"wrote {target}: use it as any run, for example gss generate {target}")
-
-
-@contextmanager
-def _extra() -> Iterator[None]:
-    """Around an import that needs an extra: says in one line which."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(str(error)) from error

@@ -1,21 +1,106 @@
-"""Commands on models without data: presets, params."""
+"""Commands on models and settings without data, presets, params and settings; and what a shell completes."""
 
+import ast
+import inspect
 import json
-from dataclasses import asdict
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from rich.console import Console
+from rich.markup import escape
 from typer import Argument, Option
 
-from gss.cli.options import AsJson
-from gss.cli.settings import complete_preset
-from gss.cli.show import table
+import gss
+from gss.choices import choices_of, nearest
+from gss.cli.shared import AsJson, table
+from gss.config import parse_assignments, to_mapping
+from gss.presets import PRESETS
+from gss.recipes import recipe_names
 
 
-def presets() -> None:
+class Setting(NamedTuple):
+    """A setting as a user meets it."""
+
+    name: str
+    """Dotted, as `--set` takes it."""
+    kind: str
+    default: str
+    about: str
+
+
+def settings(config: Any = None, prefix: str = "") -> Iterator[Setting]:
+    """All settings of training, or those of a part of its config, with the text under each field there."""
+    if config is None:
+        from gss.training.config import TrainConfig
+
+        config = TrainConfig()
+    # Python itself forgets these texts: they are read from the source.
+    body: Any = ast.parse(inspect.getsource(type(config))).body[0]
+    texts = {ast.unparse(field.target): text for field, text in pairwise(body.body) if isinstance(field, ast.AnnAssign)}
+    for field in fields(config):
+        value, kind, text = getattr(config, field.name), field.type, texts.get(field.name)
+        if is_dataclass(value):
+            yield from settings(value, f"{prefix}{field.name}.")
+            continue
+        about = ast.literal_eval(text.value) if isinstance(text, ast.Expr) else ""
+        shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
+        choices = " | ".join(map(str, choices_of(field, kind)))
+        if choices and get_origin(kind) is tuple:
+            choices += ", …"
+        default = "none" if value is None else json.dumps(value)
+        yield Setting(prefix + field.name, choices or shown, default, " ".join(about.split()))
+
+
+def complete_name(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: the names of settings that begin like this, each with the first sentence about it."""
+    return [(each.name, _line(each.about)) for each in settings() if each.name.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: the same, as `name=`."""
+    return [(f"{name}=", about) for name, about in complete_name(incomplete)]
+
+
+_SET = "A setting: steps=1000, optimizer.learning_rate=1e-3, … (`gss settings`); repeatable."
+Set = Annotated[list[str] | None, Option("--set", help=_SET, autocompletion=complete_setting)]
+
+
+def complete_preset(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell: presets."""
+    return [(name, preset.about) for name, preset in PRESETS.items() if name.startswith(incomplete)]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """For a shell: recipes."""
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def settings_command(
+    name: Annotated[
+        str | None, Argument(help="A setting, or a group such as `optimizer`.", autocompletion=complete_name)
+    ] = None,
+) -> None:
+    """List the settings that `gss train --set` and recipes take: type, default, and what each is."""
+    every = list(settings())
+    chosen = [each for each in every if name is None or each.name == name or each.name.startswith(f"{name}.")]
+    if not chosen:
+        raise ValueError(f"there is no setting {name!r}{nearest(str(name), [each.name for each in every])}")
+    console = Console(highlight=False, soft_wrap=True)
+    for each in chosen:
+        about = each.about if len(chosen) == 1 else _line(each.about)
+        console.print(f"[bold]{each.name}[/] [dim]{escape(each.kind)} = {escape(each.default)}[/]\n    {escape(about)}")
+
+
+def _line(text: str) -> str:
+    """The first sentence."""
+    return text.partition(". ")[0].removesuffix(".") + "."
+
+
+def presets_command() -> None:
     """List the named models: the paper's, and tiny and small ones of each family."""
     from gss.accounting import account
-    from gss.presets import PRESETS
 
     rows = []
     for name, each in PRESETS.items():
@@ -24,20 +109,16 @@ def presets() -> None:
     Console().print(table("Presets", ["name", "parameters", "paper", "what it is"], rows, words=["what it is"]))
 
 
-def params(
+def params_command(
     preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Change a field: depth=8, state_space.modes=64.")
-    ] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="A field: depth=8, state_space.modes=64.")] = None,
     length: Annotated[int, Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
     as_json: AsJson = False,
 ) -> None:
     """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""
     from gss.accounting import account
-    from gss.config import parse_assignments, to_mapping
-    from gss.presets import preset as named
 
-    config = named(preset, **parse_assignments(settings or []))
+    config = gss.preset(preset, **parse_assignments(settings or []))
     accounts = account(config, length)
     if as_json:
         facts = {

@@ -1,4 +1,4 @@
-"""Commands that run a model on text: generate, read."""
+"""Commands that run a model on text: generate, read and serve."""
 
 import inspect
 import json
@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.console import Console
+from rich.markup import escape
 from typer import Argument, Option
 
-from gss.cli.options import Device, Precision, Run, Speculate, State, Step, Weights
+import gss
+from gss.box import NAME
+from gss.cli.shared import Device, Precision, Run, Speculate, State, Step, Weights, share_bar
 from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
@@ -59,24 +63,21 @@ def generate_command(
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = True,
-    threads: Annotated[
-        int | None, Option(min=1, help="CPU threads. Default: one for a small model, else all cores.")
-    ] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
     from gss.accounting import account
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
-    from gss.lm import load
     from gss.precision import check
 
     check(precision)
     if prompt and prompts:
         raise ValueError("give --prompt or --prompts, not both")
-    given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _argument(prompt)]
+    given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _utf8(prompt, "the prompt")]
     drawn = Sampling(**sampling)
-    lm = load(run, step=step, device=pick_device(device), state=state, weights=weights)
+    lm = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
     small = account(lm.model.config).parameters < _SMALL
     options: dict[str, Any] = {"n": samples, "max_tokens": tokens, "seed": seed, "stop": stop or ()}
     options |= {"precision": precision, "speculate": speculate}
@@ -89,8 +90,6 @@ def _print(
     texts: "Iterator[TextPiece]", prompts: list[str], samples: int, seed: int, as_json: bool, echo: bool
 ) -> None:
     """Texts in the order of their prompts, each as soon as those before it are done; one alone as it is produced."""
-    from rich.console import Console
-
     alone = len(prompts) * samples == 1 and not as_json
     if alone and echo:
         print(prompts[0], end="", flush=True)
@@ -120,9 +119,7 @@ def _print(
 def read_command(
     book: Annotated[str, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
-    out: Annotated[Path, Option(help="The file to write, for --state of generate, eval and serve.")] = Path(
-        "state.safetensors"
-    ),
+    out: Annotated[Path, Option(help="The file to write, for --state.")] = Path("state.safetensors"),
     state: State = None,
     int8: Annotated[bool, Option("--int8", help="A quarter of the size, rounded.")] = False,
     step: Step = None,
@@ -130,16 +127,13 @@ def read_command(
     precision: Precision = "auto",
 ) -> None:
     """Read a document once and keep what the model remembers of it: a state, which texts can start from."""
-    from gss.cli.show import share_bar
     from gss.io.devices import pick_device
-    from gss.io.states import save_state
-    from gss.lm import load
 
     text = _standard_input() if book == "-" else _text_of(Path(book))
-    lm = load(run, step=step, device=pick_device(device), state=state)
+    lm = gss.load(run, step=step, device=pick_device(device), state=state)
     with share_bar("reading") as show:
         after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))
-    save_state(after, out, int8=int8)
+    gss.save_state(after, out, int8=int8)
     print(f"read {int(after.position):,} tokens; wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
@@ -156,29 +150,24 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _argument(prompt: str) -> str:
+def _utf8(text: str, what: str) -> str:
+    """Refuse a text that was not UTF-8, which Python and the reading below show by lone surrogates."""
     try:
-        prompt.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
-    return prompt
-
-
-def _standard_input() -> str:
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt on standard input is not UTF-8 text: {error}") from None
-    if not text:
-        raise ValueError("standard input is empty: pipe a prompt in, or leave --prompt out to start a new document")
+        raise ValueError(f"{what} is not UTF-8 text: {error}") from None
     return text
 
 
 def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    return _utf8(path.read_text("utf-8", "surrogateescape"), str(path))
+
+
+def _standard_input() -> str:
+    text = _utf8(sys.stdin.buffer.read().decode("utf-8", "surrogateescape"), "the prompt on standard input")
+    if not text:
+        raise ValueError("standard input is empty: pipe a prompt in, or leave out --prompt to start a new document")
+    return text
 
 
 def _prompts_file(path: Path) -> list[str]:
@@ -196,3 +185,67 @@ def _prompts_file(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one to a line")
     return prompts
+
+
+def serve_command(
+    run: Run = None,
+    host: Annotated[str, Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, Option(envvar="GSS_API_KEY", help="Key that clients must send.")] = None,
+    name: Annotated[str | None, Option(help="The model's id for clients. Default: the folder's name.")] = None,
+    state: State = None,
+    step: Step = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    weights: Weights = None,
+    speculate: Speculate = True,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads for the model. Default: all cores but one.")] = None,
+    batch: Annotated[int, Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
+    queue: Annotated[int, Option(min=0, help="Maximum number of sequences that wait.")] = 256,
+    piece: Annotated[int | None, Option(min=1, help="Prompt tokens per step. Default: 256; 4,096 on a GPU.")] = None,
+    cache_mib: Annotated[int, Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
+    max_prompt: Annotated[int, Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
+    max_tokens: Annotated[int, Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
+    max_n: Annotated[int, Option(min=1, help="Maximum number of continuations of a prompt.")] = 16,
+    max_body: Annotated[int, Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
+    max_seconds: Annotated[float, Option(help="Longest time that a request may take.")] = 300.0,
+    drain: Annotated[float, Option(min=0, help="Seconds that running requests get when the server stops.")] = 30.0,
+) -> None:
+    """Serve a model: OpenAI-compatible completions, and a playground in the browser."""
+    from gss.io.devices import pick_device
+    from gss.precision import check
+
+    try:
+        from gss.serve.about import Limits
+        from gss.serve.server import LOOPBACK, serve
+    except ImportError as error:
+        raise ValueError(f"gss serve needs more packages ({error}): pip install 'gss-lm[serve]'") from None
+
+    check(precision)
+    console = Console(stderr=True, highlight=False)
+    if host not in LOOPBACK and api_key is None:
+        console.print(
+            f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: anyone who reaches it "
+            "can use the model. Set one with --api-key or GSS_API_KEY."
+        )
+    sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}
+    limits = Limits(**sizes, seconds=max_seconds, queue=queue)
+    with console.status(f"loading {escape(str(run or NAME))}"):
+        loaded = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
+    served_as = name or (run.resolve().name if run else NAME)
+    serve(
+        loaded,
+        name=served_as,
+        host=host,
+        port=port,
+        api_key=api_key,
+        limits=limits,
+        rows=batch,
+        piece=piece,
+        cache_bytes=cache_mib << 20,
+        precision=precision,
+        speculate=speculate,
+        threads=threads,
+        drain_seconds=drain,
+        ready=lambda url: print(f"Serving {served_as} (step {loaded.step}) at {url}", flush=True),
+    )

@@ -12,10 +12,11 @@ import heapq
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -114,8 +115,9 @@ class _ShuffledRows(Batches):
 
     rows: int
 
-    def _set_rows(self, rows: int) -> None:
-        self.rows, self.steps_per_epoch = rows, -(-rows // self.batch_size)
+    @property
+    def steps_per_epoch(self) -> int:  # type: ignore[override]
+        return -(-self.rows // self.batch_size)
 
     def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
         places = step * self.batch_size + rows
@@ -135,7 +137,7 @@ class Segments(_ShuffledRows):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         self._segment_ends = np.cumsum(-(-dataset.lengths // length))
-        self._set_rows(int(self._segment_ends[-1]))
+        self.rows = int(self._segment_ends[-1])
 
     def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         document = np.searchsorted(self._segment_ends, chosen, side="right")
@@ -153,7 +155,7 @@ class Packed(_ShuffledRows):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         self._bounds = np.asarray([*_pack(dataset.ends, length), len(dataset.tokens)], np.int64)
-        self._set_rows(len(self._bounds) - 1)
+        self.rows = len(self._bounds) - 1
 
     def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
         return self._bounds[chosen], self._bounds[chosen + 1]
@@ -206,7 +208,7 @@ class Lanes(Batches):
             documents, segment_ends = lanes[row]
             place = int(np.searchsorted(segment_ends, step, side="right"))
             if place == len(documents):
-                continue  # this lane is over before the others: padding to the epoch's end
+                continue  # this lane ends before the others: padding until the epoch ends
             document = documents[place]
             segment = step - (int(segment_ends[place - 1]) if place else 0)
             begins[i] = self.dataset.starts[document] + segment * self.length
@@ -234,8 +236,8 @@ def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
     return [np.asarray(documents, np.int64) for documents in assigned]
 
 
-class Prefetch:
-    """One rank's batches as tensors on `device`, from `start_step` up to `stop_step` if given, made ahead by a thread.
+class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch"]):
+    """One rank's batches as tensors on `device`, from `start_step` to `stop_step` if given, made ahead by a thread.
 
     It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
     again at any step. Batches on their way to a GPU are in pinned memory. Use it in a `with` block, or call `close`, so
@@ -258,22 +260,13 @@ class Prefetch:
         if depth < 1:
             raise ValueError(f"prefetching keeps at least 1 batch, not {depth}")
         self._device = torch.device(device)
-        self._batches, self._rank, self._world = batches, rank, world
-        self._steps = iter(count(start_step) if stop_step is None else range(start_step, stop_step))
         self._thread = ThreadPoolExecutor(1, "gss-prefetch")
-        self._ahead: deque[Future[Batch[torch.Tensor]]] = deque()
-        for _ in range(depth + 1):
-            self._ask()
-
-    def _ask(self) -> None:
-        if (step := next(self._steps, None)) is not None:
-            self._ahead.append(self._thread.submit(self._make, step))
-
-    def _make(self, step: int) -> "Batch[torch.Tensor]":
-        return as_tensors(self._batches.batch(step, self._rank, self._world), pin=self._device.type == "cuda")
-
-    def __iter__(self) -> "Iterator[Batch[torch.Tensor]]":
-        return self
+        steps = count(start_step) if stop_step is None else range(start_step, stop_step)
+        pin = self._device.type == "cuda"
+        self._futures = (
+            self._thread.submit(lambda step: as_tensors(batches.batch(step, rank, world), pin), step) for step in steps
+        )
+        self._ahead = deque(islice(self._futures, depth + 1))
 
     def __next__(self) -> "Batch[torch.Tensor]":
         if not self._ahead:
@@ -284,11 +277,8 @@ class Prefetch:
         except BaseException:
             self.close()
             raise
-        self._ask()
+        self._ahead.extend(islice(self._futures, 1))
         return batch.map(lambda tensor: tensor.to(self._device, non_blocking=self._device.type == "cuda"))
-
-    def __enter__(self) -> "Prefetch":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -299,9 +289,9 @@ class Prefetch:
         self._ahead.clear()
 
 
-# A shuffle that can be asked for any place of its order, with nothing stored: a Feistel network over the next power of
-# four, walked until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never
-# changes with a library's version.
+# A shuffle whose order is known at any place, with nothing stored: a Feistel network over the next power of four,
+# followed until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never changes
+# with a library's version.
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -90,7 +90,7 @@ def cut_chunks(blocks: Iterable[bytes], first: int = 0, last: int | None = None)
 
 
 def _cut(held: bytearray, target: int) -> tuple[int, bool]:
-    """Where to cut at `target` or soon after, and whether that is inside a word; the end of all if it is near."""
+    """Where to cut at `target` or soon after, and whether that is inside a word; or the end, if that is near."""
     if len(held) <= target:
         return len(held), False
     high = target + REACH

@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,13 +55,8 @@ class SourceDocument:
     last: bool = True  # whether it ends in this span
 
 
-def read_span(span: Span) -> Iterator[SourceDocument]:
-    """The documents of a span in order."""
-    return READERS[span.kind](span)
-
-
 def needs_formats(path: str) -> ValueError:
-    """What to say where the packages of the extra are missing."""
+    """The error where the packages of the extra are missing."""
     return ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'")
 
 
@@ -109,7 +105,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unreadable_is_skipped() -> Iterator[None]:
-    """Make a Skip of what libraries say of damaged files. A disk or a network that fails remains an error."""
+    """Turn what libraries raise for damaged files into a Skip. A failing disk or network remains an error."""
     try:
         yield
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
@@ -122,40 +118,36 @@ def unreadable_is_skipped() -> Iterator[None]:
 
 
 def _read_text(span: Span) -> Iterator[SourceDocument]:
-    def found() -> Iterator[Chunk]:
+    def blocks() -> Iterator[bytes]:
         with open_binary(span.path) as stream:
             offset = chunks.read_offset(span.start)
             if span.begin + offset:
                 stream.seek(span.begin + offset)
-            length = None if span.length is None else span.length - offset
-            for chunk in cut_chunks(_blocks(stream, length), span.start, span.stop):
-                if b"\0" in chunk.data:
-                    raise Skip(chunks.BINARY)
-                yield chunk
+            left = sys.maxsize if span.length is None else span.length - offset
+            while data := stream.read(min(BLOCK, left)):
+                left -= len(data)
+                yield data
+
+    def found() -> Iterator[Chunk]:
+        for chunk in cut_chunks(blocks(), span.start, span.stop):
+            if b"\0" in chunk.data:
+                raise Skip(chunks.BINARY)
+            yield chunk
 
     yield SourceDocument(span.name, found(), first=span.start == 0, last=span.stop is None)
 
 
-def _blocks(stream: BinaryIO, length: int | None) -> Iterator[bytes]:
-    while data := stream.read(BLOCK if length is None else min(BLOCK, length)):
-        length = None if length is None else length - len(data)
-        yield data
-
-
 def _row_document(name: str, text: object) -> SourceDocument:
-    """A document from the text of a row."""
-    if not isinstance(text, str):
+    """A document from the text of a row, or its bytes."""
+    if not isinstance(text, str | bytes):
         return SourceDocument(name, reason=chunks.NO_TEXT)
     try:
-        return _bytes_document(name, text.encode("utf-8"))
+        data = text.encode("utf-8") if isinstance(text, str) else text
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
         return SourceDocument(name, reason=chunks.INVALID_UTF8)
-
-
-def _bytes_document(name: str, data: bytes) -> SourceDocument:
     if not data:
         return SourceDocument(name, reason=chunks.EMPTY)
-    # The usual row is one chunk, without the machinery that finds out.
+    # A usual row is one chunk, and needs none of the machinery that cuts.
     return SourceDocument(name, (Chunk(data),) if len(data) <= CHUNK else cut_chunks([data]))
 
 
@@ -190,7 +182,7 @@ def _read_lines(span: Span) -> Iterator[SourceDocument]:
         if line is None or b"\0" in line:
             yield SourceDocument(name, reason=chunks.ROW_TOO_LONG if line is None else chunks.BINARY)
         else:
-            yield _bytes_document(name, line.rstrip(b"\r\n"))
+            yield _row_document(name, line.rstrip(b"\r\n"))
 
 
 def _read_jsonl(span: Span) -> Iterator[SourceDocument]:
@@ -232,26 +224,18 @@ def _read_article(span: Span) -> Iterator[SourceDocument]:
     yield SourceDocument(span.name, found())
 
 
-def _read_repository(span: Span) -> Iterator[SourceDocument]:
-    """A repository's own source files."""
-    wanted = (
-        path
-        for path in walk(Path(span.path), _VENDORED)
-        if path.suffix.lower() in _CODE and not _GENERATED_NAME.search(path.name)
-    )
-    written = (content for content in map(_code, wanted) if not _looks_generated(content))
-    yield SourceDocument(span.name, cut_chunks(_ended_lines(written)))
+def _read_code(span: Span) -> Iterator[SourceDocument]:
+    """A repository's own source files, or the Python files of one package of the standard library without its tests."""
+    repository = span.kind == "repository"
 
+    def written() -> Iterator[bytes]:
+        for path in walk(Path(span.path), _VENDORED if repository else _TESTS):
+            wanted = path.suffix.lower() in _CODE and not _GENERATED_NAME.search(path.name)
+            content = _code(path) if (wanted if repository else path.suffix == ".py") else b""
+            if content and not (repository and _looks_generated(content)):
+                yield content if content.endswith(b"\n") else content + b"\n"
 
-def _read_package(span: Span) -> Iterator[SourceDocument]:
-    """The Python files of one top-level package or module of the standard library, without its tests."""
-    files = walk(Path(span.path), ("__pycache__", "test", "tests", "idle_test"))
-    code = (_code(path) for path in files if path.suffix == ".py")
-    yield SourceDocument(span.name, cut_chunks(_ended_lines(code)))
-
-
-def _ended_lines(files: Iterable[bytes]) -> Iterator[bytes]:
-    return (content if content.endswith(b"\n") else content + b"\n" for content in files if content)
+    yield SourceDocument(span.name, cut_chunks(written()))
 
 
 READERS: dict[str, Callable[[Span], Iterator[SourceDocument]]] = {
@@ -260,9 +244,15 @@ READERS: dict[str, Callable[[Span], Iterator[SourceDocument]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "article": _read_article,
-    "repository": _read_repository,
-    "package": _read_package,
+    "repository": _read_code,
+    "package": _read_code,
 }
+
+
+def read_span(span: Span) -> Iterator[SourceDocument]:
+    """The documents of a span in order."""
+    return READERS[span.kind](span)
+
 
 # Of a repository: C, C++, Java, Python, Go and TypeScript, without what others wrote (vendored), what programs wrote
 # (generated, minified) and what is not text.
@@ -275,6 +265,7 @@ _VENDORED = (
     *("bower_components", "external", "externals", "extern", "deps", "site-packages", "dist-packages", "dist"),
     *("build", "out", "target", "generated", "gen", "__pycache__", "venv", "env"),
 )
+_TESTS = ("__pycache__", "test", "tests", "idle_test")
 _MAX_CODE = 1 << 20  # a larger source file is data or generated
 _GENERATED_NAME = re.compile(
     r"(_pb2(_grpc)?\.pyi?|\.pb(\.gw)?\.(go|cc|h)|\.pb-c\.[ch]|_generated\.\w+|\.generated\.\w+|_gen\.go|\.gen\.\w+"

@@ -1,9 +1,9 @@
 """Merge: from finished parts to the files of a corpus, one set per split, with duplicates dropped.
 
-Reads the parts in order as one long row of documents and tokens, from a disk or from URLs. What is kept and where it
-goes is known only when every part is there; then each token is read once, and written to its split. Memory is bounded
-by the largest part, whatever the number of documents: duplicates are found in buckets of digests. The result depends
-on the parts' contents alone.
+The parts are read in order, from a disk or from URLs. Which documents are kept, and where they go, is known only when
+every part is there; then each token is read once and written to its split. Memory is bounded by the largest part,
+whatever the number of documents: duplicates are found in buckets of digests. The result depends on the parts' contents
+alone.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ Table = npt.NDArray[Any]  # of RECORD, a row for each document
 def check_shares(valid: float, test: float) -> None:
     """Refuse shares of documents for the held-out splits that leave none for training."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
-        raise ValueError(f"the shares valid={valid} and test={test} must leave some for train")
+        raise ValueError(f"the shares valid={valid} and test={test} must leave some for training")
 
 
 def merge_parts(
@@ -57,53 +57,29 @@ def merge_parts(
             document = begun - 1 + np.cumsum(chunks["first"])
             begun += int(chunks["first"].sum())
             skip, split = table["skip"][document], table["split"][document]
-            _copy_tokens(
-                part, chunks["tokens"].astype(np.int64), np.where(skip == 0, split, len(SPLITS)), dtype, splits
-            )
-            _copy_names(part, skip[chunks["last"]], split[chunks["last"]], splits, left_out)
+            counts, goes_to = chunks["tokens"].astype(np.int64), np.where(skip == 0, split, len(SPLITS))
+            cuts = np.flatnonzero(np.diff(np.cumsum(counts) // COPY)) + 1
+            with open_file(f"{part}/{TOKENS}") as file:
+                for sizes, places in zip(np.split(counts, cuts), np.split(goes_to, cuts), strict=True):
+                    ids = np.frombuffer(file.read(int(sizes.sum()) * dtype.itemsize), dtype)
+                    for number, writer in enumerate(splits):
+                        writer.add(ids[np.repeat(places, sizes) == number])
+            with open_file(f"{part}/{NAMES}") as file:
+                for line, reason, number in zip_longest(file, skip[chunks["last"]], split[chunks["last"]]):
+                    if line is None or reason is None or not line.endswith(b"\n"):
+                        raise _altered(part, NAMES)
+                    if not reason:
+                        splits[number].names.write(line)
+                        continue
+                    entry = left_out[REASONS[reason - 1]]
+                    entry["documents"] += 1
+                    if len(entry["first"]) < NAMED:
+                        entry["first"].append(json.loads(line))
     facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
     return (
         {split: found for split, found in facts.items() if found},
         {reason: entry for reason, entry in left_out.items() if entry["documents"]},
     )
-
-
-def _copy_tokens(
-    part: str,
-    counts: npt.NDArray[np.int64],
-    goes_to: npt.NDArray[Any],
-    dtype: np.dtype[Any],
-    splits: "list[_SplitWriter]",
-) -> None:
-    """Write the tokens of a part to the splits that their chunks go to; `counts` has the tokens of each chunk."""
-    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // COPY)) + 1
-    with open_file(f"{part}/{TOKENS}") as file:
-        for sizes, places in zip(np.split(counts, cuts), np.split(goes_to, cuts), strict=True):
-            ids = np.frombuffer(file.read(int(sizes.sum()) * dtype.itemsize), dtype)
-            places = np.repeat(places, sizes)
-            for number, split in enumerate(splits):
-                split.add(ids[places == number])
-
-
-def _copy_names(
-    part: str,
-    skips: npt.NDArray[Any],
-    numbers: npt.NDArray[Any],
-    splits: "list[_SplitWriter]",
-    left_out: dict[str, Any],
-) -> None:
-    """Write the names of the documents that end in a part to their splits, or count those that are left out."""
-    with open_file(f"{part}/{NAMES}") as file:
-        for line, skip, number in zip_longest(file, skips, numbers):
-            if line is None or skip is None or not line.endswith(b"\n"):
-                raise _altered(part, NAMES)
-            if not skip:
-                splits[number].names.write(line)
-                continue
-            entry = left_out[REASONS[skip - 1]]
-            entry["documents"] += 1
-            if len(entry["first"]) < NAMED:
-                entry["first"].append(json.loads(line))
 
 
 def _batches(table: Table, split: str | None = None) -> Iterator[Table]:
@@ -126,9 +102,9 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             chunks, begun = chunks[:complete], chunks[complete:]
             firsts = np.flatnonzero(chunks["first"])
             rows = chunks[firsts]
-            for field in ("tokens", "bytes", "words") if len(rows) else ():
-                rows[field] = np.add.reduceat(chunks[field], firsts)
             if len(rows):
+                for field in ("tokens", "bytes", "words"):
+                    rows[field] = np.add.reduceat(chunks[field], firsts)
                 rows["skip"] = np.maximum.reduceat(chunks["skip"], firsts)
             rows["skip"][(rows["skip"] == 0) & (rows["words"] == 0)] = SKIP[EMPTY]
             ends = np.append(firsts[1:], len(chunks))
@@ -160,7 +136,7 @@ def _records(part: str, itemsize: int) -> Table:
 
 
 def _altered(part: str, name: str) -> ValueError:
-    return ValueError(f"{part}/{name} is not as it was: copy this part again")
+    return ValueError(f"{part}/{name} has been altered: copy this part again")
 
 
 def _drop_duplicates(table: Table) -> None:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -39,17 +39,20 @@ TOKENS, RECORDS, NAMES = "tokens.bin", "records.bin", "names.jsonl"  # a name fo
 SKIP: dict[str | None, int] = {None: 0, **{reason: 1 + number for number, reason in enumerate(REASONS)}}
 _JSON = json.JSONEncoder()
 
-Part = tuple[int, list[Span]]  # its number, and the consecutive spans that one process tokenizes
 
+class Part(NamedTuple):
+    """The work of one process: consecutive spans, tokenized into a folder of this name."""
 
-def part_name(number: int) -> str:
-    """The folder of a part."""
-    return f"part-{number:06d}"
+    number: int
+    spans: list[Span]
 
+    @property
+    def name(self) -> str:
+        return f"part-{self.number:06d}"
 
-def part_size(part: Part) -> int:
-    """Bytes to read, for progress."""
-    return sum(span.size for span in part[1])
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
 
 
 @contextmanager
@@ -67,10 +70,10 @@ def make_parts(spans: Iterable[Span], part_bytes: int) -> list[Part]:
     size = 0
     for span in spans:
         size += span.size
-        if not parts or size > part_bytes or len(parts[-1][1]) >= 4096:
-            parts.append((len(parts), []))
+        if not parts or size > part_bytes or len(parts[-1].spans) >= 4096:
+            parts.append(Part(len(parts), []))
             size = span.size
-        parts[-1][1].append(span)
+        parts[-1].spans.append(span)
     return parts
 
 
@@ -83,7 +86,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def write_part(part: Part, folder: Path, tokenizer: Tokenizer) -> None:
     """Read and tokenize a part into `folder`, unless it is there already."""
-    final = folder / part_name(part[0])
+    final = folder / part.name
     if final.is_dir():
         return
     aside = folder / f"{final.name}.{os.getpid()}.tmp"
@@ -92,7 +95,7 @@ def write_part(part: Part, folder: Path, tokenizer: Tokenizer) -> None:
         with ExitStack() as files:
             opened = [files.enter_context(open_synced(aside / name)) for name in (TOKENS, RECORDS, NAMES)]
             writer = _PartWriter(tokenizer, *opened)
-            for span in part[1]:
+            for span in part.spans:
                 writer.write_span(span)
             writer.write_waiting()
         os.rename(aside, final)

@@ -25,7 +25,7 @@ from typing import Any
 
 from gss.data.formats import Span, file_system, is_url
 from gss.data.merge import check_shares, merge_parts
-from gss.data.parts import Part, make_parts, part_name, part_size, token_dtype, write_part
+from gss.data.parts import Part, make_parts, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -70,11 +70,19 @@ def prepare(
         raise ValueError(f"part {number}/{machines}: parts are counted from 1/{machines} to {machines}/{machines}")
     spans = find_spans(list(sources), options, {"valid": valid, "test": test})
     parts = make_parts(spans, options.span_bytes)
+    # The identity of what is asked for: the same request gives the same corpus.
+    request: dict[str, Any] = {
+        "version": VERSION,
+        "splits": options.splits,
+        "shares": {"valid": valid, "test": test},
+        "tokenizer": tokenizer.hash,
+        "pieces": [(s.kind, s.name, s.size, s.split, s.start, s.stop, s.field) for s in spans],
+    }
     asked = {
         "format": SHARE_FORMAT,
         "version": VERSION,
         "sources": list(sources),
-        "request": _request(options, valid, test, tokenizer, spans),
+        "request": _hash(request),
         "held_out": [valid, test],
         "parts": len(parts),
         "share": list(share),
@@ -131,16 +139,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _request(options: SourceOptions, valid: float, test: float, tokenizer: Tokenizer, spans: list[Span]) -> str:
-    """The identity of what is asked for: the same request gives the same corpus."""
-    asked: dict[str, Any] = {
-        "version": VERSION,
-        "splits": options.splits,
-        "shares": {"valid": valid, "test": test},
-        "tokenizer": tokenizer.hash,
-        "pieces": [(s.kind, s.name, s.size, s.split, s.start, s.stop, s.field) for s in spans],
-    }
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+def _hash(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force: bool) -> Manifest | None:
@@ -159,12 +159,12 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
     found = read_sealed(str(manifest), FORMAT, SHARE_FORMAT)
     if (found.content.get("request"), found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
         raise ValueError(
-            f"{target} holds a corpus prepared otherwise: choose another --out, or replace it with --force"
+            f"{target} holds a corpus that was prepared differently: choose another --out, or replace it with --force"
         )
     newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
         warnings.warn(
-            f"{target} was prepared before {newer[0]} was last written: if its text has changed, give --force",
+            f"{target} was prepared before {newer[0]} was last written: if its text has changed, use --force",
             stacklevel=3,
         )
     return found
@@ -191,7 +191,7 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
             lock(held)
         except OSError as error:
             raise ValueError(
-                f"another gss prepare is at work in {work}: wait for it, or choose another --out"
+                f"another gss prepare is running in {work}: wait for it, or choose another --out"
             ) from error
         try:
             with explained_full_disk(work, "finished parts are kept and it continues after them"):
@@ -205,11 +205,11 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
 def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer: Tokenizer) -> Path:
     """The folder for the parts, with those that an interrupted run of the very same plan has made, and nothing else."""
     folder, plan_file = work / "share", work / "plan"
-    stamps = [[(span.path, span.stamp) for span in spans] for _, spans in parts]
-    plan = hashlib.sha256(json.dumps([asked, stamps]).encode()).hexdigest()
+    stamps = [[(span.path, span.stamp) for span in part.spans] for part in parts]
+    plan = _hash([asked, stamps])
     wanted = {"lock", "share"}
     if plan_file.is_file() and plan_file.read_text() == plan:
-        wanted |= {"plan", *(part_name(number) for number, _ in parts)}
+        wanted |= {"plan", *(part.name for part in parts)}
     for path in [*work.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]:
         if path.name not in wanted:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -235,28 +235,32 @@ def _end_with_parent() -> None:
 _load_once = cache(load_tokenizer)  # in each worker process
 
 
-def _work_on(part: Part, folder: Path) -> int:
+def _work_on(part: Part, folder: Path) -> Part:
     write_part(part, folder, _load_once(folder / TOKENIZER_FOLDER))
-    return part_size(part)
+    return part
 
 
 def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers: int, report: Progress) -> None:
-    total = sum(map(part_size, parts))
-    waiting = [part for part in parts if not (folder / part_name(part[0])).is_dir()]
-    done = total - sum(map(part_size, waiting))
-    report(done, total)
+    total, done = sum(part.size for part in parts), 0
+
+    def finished(part: Part) -> None:
+        nonlocal done
+        done += part.size
+        report(done, total)
+
+    waiting = []
+    for part in parts:
+        finished(part) if (folder / part.name).is_dir() else waiting.append(part)
     if workers == 1 or len(waiting) <= 1:
         for part in waiting:
             write_part(part, folder, tokenizer)
-            done += part_size(part)
-            report(done, total)
+            finished(part)
         return
     context = multiprocessing.get_context("spawn")  # a forked copy of threaded libraries may hang
     with ProcessPoolExecutor(min(workers, len(waiting)), context, _end_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
-                done += future.result()
-                report(done, total)
+                finished(future.result())
         except BrokenProcessPool as error:
             raise ValueError(
                 "a worker process was killed, most likely because memory ran out: run the same command again with "
@@ -278,7 +282,7 @@ def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
         files.get(f"{root}/{TOKENIZER_FOLDER}/", f"{vocabulary}/", recursive=True)
     tokenizer = load_tokenizer(vocabulary)
     tokenizer.save(result / TOKENIZER_FOLDER)
-    parts = [f"{shares[number % len(shares)]}/{part_name(number)}" for number in range(asked["parts"])]
+    parts = [f"{shares[number % len(shares)]}/{Part(number, []).name}" for number in range(asked["parts"])]
     splits, left_out = merge_parts(parts, work / "table", result, tokenizer.vocab_size, *asked["held_out"])
     if not splits:
         reasons = ", ".join(f"{entry['documents']} {reason}" for reason, entry in left_out.items())

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared corpus says of itself; `hash` names it in run folders."""
+    """The description of a prepared corpus; run folders name it by its `hash`."""
 
     content: dict[str, Any]
     hash: str
@@ -67,26 +66,23 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     return sealed
 
 
-def _stored(path: str) -> bytes:
-    if not is_url(path):
-        return read_whole(Path(path))
-    with open_file(path) as file:
-        return file.read()
-
-
 def read_sealed(path: str, *forms: str) -> Manifest:
     """A manifest of a corpus, or of these forms, on a disk or at a URL; ValueError where it is not, or was altered."""
     try:
-        content = json.loads(_stored(path))
+        if is_url(path):
+            with open_file(path) as file:
+                content = json.load(file)
+        else:
+            content = json.loads(read_whole(Path(path)))
         found, version, stated = content["format"], content["version"], content.pop("hash")
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: this is not what gss prepare makes") from None
+        raise ValueError(f"{path} is missing: this is not a folder that gss prepare made") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus again, with --force") from error
     if found == SHARE_FORMAT and not forms:
-        raise ValueError(f"{path} is of one part of a corpus: put all its parts together with gss merge")
+        raise ValueError(f"{path} belongs to one part of a corpus: combine all its parts with gss merge")
     if found not in (forms or (FORMAT,)) or version != VERSION:
-        raise ValueError(f"{path}: format {found!r} version {version!r} is not ours")
+        raise ValueError(f"{path}: format {found!r} version {version!r} is not one that gss reads")
     if _hash(content) != stated:
         raise ValueError(
             f"{path} was altered after it was written (its hash differs): prepare the corpus again, with --force"
@@ -101,46 +97,22 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
     manifest = read_sealed(str(path))
     content = manifest.content
-    if content.get("dtype") not in DTYPES:  # a type of objects would make addresses of the file's bytes
+    if content.get("dtype") not in DTYPES:  # an object type would take the file's bytes for addresses
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
-    if not _is_complete(content):
+    try:  # anyone can write a manifest
+        splits, tokenizer = content["splits"], content["tokenizer"]
+        counts = [tokenizer["vocab_size"], tokenizer["eos_id"]]
+        for split in splits.values():
+            counts += [split[name] for name in ("documents", "tokens", "bytes", "words")]
+            counts += [facts["size"] for facts in split["files"].values() if facts["sha256"]]
+        complete = {*splits} <= {*SPLITS} and isinstance(content["left_out"], dict) and tokenizer["hash"]
+    except (KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete or any(type(count) is not int or count < 0 for count in counts):
         raise ValueError(f"{path} does not describe a corpus: prepare it again, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")
     return manifest
-
-
-def _is_complete(content: dict[str, Any]) -> bool:
-    """Whether a manifest, which anyone can write, has what is asked of it below."""
-
-    def counts(facts: Any, *names: str) -> bool:
-        return isinstance(facts, dict) and all(type(facts.get(name)) is int and facts[name] >= 0 for name in names)
-
-    def describes(split: Any) -> bool:
-        files = split.get("files") if counts(split, "documents", "tokens", "bytes", "words") else None
-        return isinstance(files, dict) and all(counts(facts, "size") and "sha256" in facts for facts in files.values())
-
-    splits, left_out = content.get("splits"), content.get("left_out")
-    return (
-        isinstance(splits, dict)
-        and all(split in SPLITS and describes(facts) for split, facts in splits.items())
-        and isinstance(left_out, dict)
-        and counts(content.get("tokenizer"), "vocab_size", "eos_id")
-        and "hash" in content["tokenizer"]
-    )
-
-
-def verify_files(folder: Path, files: dict[str, dict[str, Any]], contents: bool) -> None:
-    """Refuse missing, truncated and (if contents are read) altered files."""
-    for name, facts in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: prepare the corpus again")
-        size = path.stat().st_size
-        if size != facts["size"]:
-            raise ValueError(f"{path} has {size} bytes instead of {facts['size']}: prepare the corpus again")
-        if contents and file_facts(path)["sha256"] != facts["sha256"]:
-            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
 
 
 @dataclass(frozen=True)
@@ -211,27 +183,12 @@ class Dataset:
         if count != len(self):
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus again")
 
-    def document(self, number: int) -> Document:
-        """A document by its number."""
-        if not 0 <= number < len(self):
-            raise ValueError(f"no document {number}: the split {self.split} has {len(self)}")
-        return self._document(number, next(islice(self.names(), number, None)))
-
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
-        return (self._document(number, name) for number, name in zip(range(len(self)), self.names(), strict=True))
-
-    def _document(self, number: int, name: str) -> Document:
-        self.check_file()
-        ids = self.tokens[self.starts[number] : self.ends[number]]
-        return Document(number, name, ids, int(self.document_bytes[number]), int(self.document_words[number]))
-
-    def length_histogram(self) -> list[tuple[int, int, int]]:
-        """(low, high, documents with lengths in [low, high)) in powers of two, from the shortest to the longest."""
-        # frexp's exponent is exact for every length: lengths in [2^(e-1), 2^e) have exponent e.
-        exponents = np.frexp(self.lengths.astype(np.float64))[1]
-        counts = np.bincount(exponents)
-        return [(1 << (e - 1), 1 << e, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
+        for number, (name, begin, end) in enumerate(zip(self.names(), self.starts, self.ends, strict=True)):
+            self.check_file()
+            size, words = int(self.document_bytes[number]), int(self.document_words[number])
+            yield Document(number, name, self.tokens[begin:end], size, words)
 
     def check_file(self) -> None:
         """Refuse a token file that has become shorter: reading beyond its end would kill the process."""
@@ -256,30 +213,27 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     if split not in manifest.splits:
         raise ValueError(f"{root} has no split {split!r} but {', '.join(manifest.splits)}")
     facts = manifest.splits[split]
-    verify_files(root, facts["files"], contents=verify)
+    for name, stated in facts["files"].items():
+        path = root / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: prepare the corpus again")
+        if (size := path.stat().st_size) != stated["size"]:
+            raise ValueError(f"{path} has {size} bytes instead of {stated['size']}: prepare the corpus again")
+        if verify and file_facts(path)["sha256"] != stated["sha256"]:
+            raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
     dtype = np.dtype(manifest.content["dtype"]).newbyteorder("<")
     # Plain arrays over the maps: indexing np.memmap itself costs microseconds per row.
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
-    columns = dict(zip(COLUMNS, index, strict=True))
-    ends = columns["ends"]
+    ends, sizes, words = index[:3]
     orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
     if not orderly or (index[1:3] < 0).any():
         raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus again")
     if verify:
         for low in range(0, len(tokens), 1 << 24):
             check_ids(tokens[low : low + (1 << 24)], manifest.tokenizer["vocab_size"], root)
-    return Dataset(
-        tokens,
-        columns["ends"],
-        columns["bytes"],
-        columns["words"],
-        vocab_size=manifest.tokenizer["vocab_size"],
-        eos_id=manifest.tokenizer["eos_id"],
-        split=split,
-        folder=root,
-        manifest=manifest,
-    )
+    ids = {name: manifest.tokenizer[name] for name in ("vocab_size", "eos_id")}
+    return Dataset(tokens, ends, sizes, words, **ids, split=split, folder=root, manifest=manifest)
 
 
 def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:

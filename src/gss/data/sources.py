@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from gss.data.chunks import CHUNK, Skip, chunk_count
@@ -66,10 +67,12 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
     recipes = [source for source in sources if source in RECIPES]
     if recipes:
         if len(sources) > 1:
-            raise ValueError(f"the recipe {recipes[0]!r} stands alone: prepare the other sources into another folder")
+            raise ValueError(
+                f"the recipe {recipes[0]!r} cannot be combined: prepare the other sources into another folder"
+            )
         return RECIPES[recipes[0]](options)
     if options.local is not None:
-        raise ValueError(f"--from belongs to a recipe ({', '.join(RECIPES)}); name paths as sources themselves")
+        raise ValueError(f"--from is for recipes ({', '.join(RECIPES)}): give paths as sources")
     files = [file for source in sources for file in _source_files(source, options)]
     sections = _sections(files[0], options, held_out or {}) if len(files) == 1 else []
     return sections or _spans_of_files(files, options, rule=options.splits)
@@ -95,7 +98,12 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
             inside = path.relative_to(root).as_posix()
             name = root.name if path == root else f"{root.resolve().name}/{inside}"
             found.append(whole(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
-    return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=_place)
+
+    def place(file: Span) -> list[tuple[bool, str]]:
+        *folders, own = file.name.split("/")
+        return [*((True, folder) for folder in folders), (False, own)]
+
+    return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=place)
 
 
 def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
@@ -113,11 +121,6 @@ def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
         seconds = time.timestamp() if hasattr(time, "timestamp") else time
         stamp = int(seconds * 1e9) if isinstance(seconds, int | float) else 0
         yield files.unstrip_protocol(path), name, int(about.get("size") or 0), stamp
-
-
-def _place(file: Span) -> list[tuple[bool, str]]:
-    *folders, own = file.name.split("/")
-    return [*((True, folder) for folder in folders), (False, own)]
 
 
 def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> list[Span]:
@@ -149,14 +152,12 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
                 return []  # nowhere to cut
             bounds.append(stream.tell())
             share += part
-    spans: list[Span] = []
+    sections = []
     for split, (begin, end) in zip(("train", *held_out), pairwise([*bounds, file.size]), strict=True):
-        if begin < end:
-            name = file.name if split == "train" else f"{file.name}@{split}"
-            size = end - begin
-            section = replace(file, name=name, size=size, split=split, begin=begin, length=size)
-            spans += _ranges(section, options.span_bytes)
-    return spans if len({span.split for span in spans}) > 1 else []
+        name, size = file.name if split == "train" else f"{file.name}@{split}", end - begin
+        if size:
+            sections.append(replace(file, name=name, size=size, split=split, begin=begin, length=size))
+    return [span for section in sections for span in _ranges(section, options.span_bytes)] if len(sections) > 1 else []
 
 
 def split_of_name(name: str) -> str | None:
@@ -184,15 +185,14 @@ def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
 
 def _source_files(source: str, options: SourceOptions) -> list[Span]:
     found = list_files(source, options)
-    readable = [file for file in found if file.kind]
-    if readable:
+    if readable := [file for file in found if file.kind]:
         return readable
     if len(found) == 1 and "/" not in found[0].name:
         raise ValueError(
             f"{source} ends in none of {_READ}: if it is text, add --suffix {Path(source).suffix or source}"
         )
     if not found and not is_url(source) and not Path(source).is_dir():
-        raise ValueError(f"no source {source}: neither a file, a folder nor one of {', '.join(RECIPES)}")
+        raise ValueError(f"no source {source}: it is not a file, a folder or one of {', '.join(RECIPES)}")
     raise ValueError(f"{source} holds no {_READ} file; name other endings of text files with --suffix")
 
 
@@ -204,8 +204,7 @@ def unread_endings(sources: Sequence[str], options: SourceOptions) -> dict[str, 
 
 
 def _file_spans(file: Span, split: str | None, span_bytes: int) -> Iterator[Span]:
-    whole = replace(file, split=split)
-    return _row_groups(whole) if whole.kind == "parquet" else _ranges(whole, span_bytes)
+    return (_row_groups if file.kind == "parquet" else _ranges)(replace(file, split=split), span_bytes)
 
 
 def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
@@ -221,7 +220,7 @@ def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
         yield replace(whole, size=min((start + step) * unit, size) - start * unit, start=start, stop=stop)
 
 
-def _row_groups(whole: Span) -> Iterator[Span]:
+def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
     """A span for each row group of a parquet file."""
     try:
         import pyarrow.parquet
@@ -241,7 +240,7 @@ def _row_groups(whole: Span) -> Iterator[Span]:
 
 
 def _published(recipe: str, options: SourceOptions) -> list[Span]:
-    """The files of a corpus that can be had from the hub, or of the copy that the user names."""
+    """The files of a published corpus: from the hub, or from the copy that the user names."""
     try:
         found = list_files(options.local or _HUB[recipe], options)
     except ValueError as error:
@@ -262,25 +261,20 @@ def _pg19(options: SourceOptions) -> list[Span]:
 def _lm1b(options: SourceOptions) -> list[Span]:
     """The published folders of files with a sentence per line, or tables. The one held-out set is `valid` here."""
     files = _published("lm1b", options)
-    spans: list[Span] = []
-    for split, folder in (("train", "training"), ("valid", "heldout")):
-        for file in files:
-            if (found := _LM1B_FILE.search(file.name)) and found.group(2) == folder:
-                spans += _file_spans(replace(file, kind="lines", name=found.group(1)), split, options.span_bytes)
-    if spans:
-        return spans
-    for file in files:
-        if file.kind and (own := split_of_name(file.name)):
-            spans += _file_spans(file, "train" if own == "train" else "valid", options.span_bytes)
-    if not spans:
+    found = [(match, file) for file in files if (match := _LM1B_FILE.search(file.name))]
+    lines = [(match[2] == "heldout", replace(file, kind="lines", name=match[1])) for match, file in found]
+    tables = [(own != "train", file) for file in files if file.kind and (own := split_of_name(file.name))]
+    chosen = sorted(lines, key=itemgetter(0)) or tables
+    if not chosen:
         raise ValueError(f"{options.local} is not LM1B: it has neither the published folders nor tables of splits")
-    return spans
+    splits = ("train", "valid")
+    return [span for held_out, file in chosen for span in _file_spans(file, splits[held_out], options.span_bytes)]
 
 
 def _stdlib(options: SourceOptions) -> list[Span]:
     """The top-level packages and modules of this Python's standard library, without its tests."""
     if options.local is not None:
-        raise ValueError("the recipe stdlib reads the Python at hand: leave --from out")
+        raise ValueError("the recipe stdlib reads the Python that runs gss: leave out --from")
     folder = Path(sysconfig.get_path("stdlib"))
     spans = []
     for path in sorted(folder.iterdir()):
@@ -296,17 +290,15 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
     "stdlib": _stdlib,
     "pg19": _pg19,
     "lm1b": _lm1b,
-    "arxiv": lambda options: _entries(
-        "arxiv", "article", options, lambda p: p.is_dir() or (p.is_file() and p.name.lower().endswith(ARCHIVES))
-    ),
-    "github": lambda options: _entries("github", "repository", options, Path.is_dir),
+    "arxiv": lambda options: _entries("arxiv", "article", options, ARCHIVES),
+    "github": lambda options: _entries("github", "repository", options),
 }
 
 
-def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[Path], bool]) -> list[Span]:
+def _entries(recipe: str, kind: str, options: SourceOptions, archives: tuple[str, ...] = ()) -> list[Span]:
     """A folder of articles or repositories, each a document; splits by folders of that name, else by hash."""
     if options.local is None:
-        raise ValueError(f"the recipe {recipe} needs a folder of yours: gss prepare {recipe} --from FOLDER")
+        raise ValueError(f"the recipe {recipe} needs your own folder: gss prepare {recipe} --from FOLDER")
     folder = Path(options.local)
     if not folder.is_dir():
         raise ValueError(f"--from {folder}: no such folder")
@@ -318,10 +310,15 @@ def _entries(recipe: str, kind: str, options: SourceOptions, wanted: Callable[[P
         raise ValueError(f"{folder} has no folders train, valid, test: use --splits hash")
     else:
         found = [(entry, None) for entry in entries]
-    chosen = [(entry, split) for entry, split in found if not entry.name.startswith(".") and wanted(entry)]
-    if not chosen:
+    spans = [
+        _tree_span(kind, entry, entry.relative_to(folder).as_posix(), split)
+        for entry, split in found
+        if not entry.name.startswith(".")
+        and (entry.is_dir() or (entry.is_file() and entry.name.lower().endswith(archives)))
+    ]
+    if not spans:
         raise ValueError(f"{folder} holds no {kind}")
-    return [_tree_span(kind, entry, entry.relative_to(folder).as_posix(), split) for entry, split in chosen]
+    return spans
 
 
 def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:

@@ -62,7 +62,7 @@ class Tokenizer:
         self.content = content
         self._open(eos, where)
         if self.vocab_size > MAX_VOCABULARY:
-            raise ValueError(f"a vocabulary of {self.vocab_size} ids is larger than {MAX_VOCABULARY}, the most we take")
+            raise ValueError(f"a vocabulary of {self.vocab_size} ids is larger than {MAX_VOCABULARY}, the limit")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"end-of-document id {self.eos_id} is outside the vocabulary of {self.vocab_size} ids")
         self.hash = _hash(self.kind, self.vocab_size, self.eos_id, content)
@@ -222,7 +222,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
 def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
     if wanted is not None and wanted != found:
         end = "an id of its own" if found is None else repr(found)
-        raise ValueError(f"{whose} ends documents with {end}, not {wanted!r}: leave --eos out")
+        raise ValueError(f"{whose} ends documents with {end}, not {wanted!r}: leave out --eos")
 
 
 def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:

@@ -1,16 +1,16 @@
 """Training SentencePiece vocabularies that lose nothing: any text comes back as it was.
 
-Text is sampled from sources into a temporary file, and the library trains in a process of its own whose messages show
-its progress. Spaces, newlines and tabs are pieces like others and bytes stand in for rare characters. Knows nothing of
-splits: held-out text should not be among the sources.
+Text is sampled from sources into a temporary file, and the library trains on it in a process of its own. Spaces,
+newlines and tabs are pieces like any other, and bytes stand in for rare characters. Knows nothing of splits: held-out
+text should not be among the sources.
 """
 
 import json
-import math
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
 
 from gss.data.chunks import Skip
 from gss.data.formats import Span, read_span
@@ -32,7 +30,8 @@ MODELS = ("unigram", "bpe")
 _SYMBOLS = ["\n", "\n\n", "\t"]
 _CONTROL = 2  # unknown (never used, as bytes stand in) and the end of a document
 SMALLEST = 256 + _CONTROL + len(_SYMBOLS) + 1
-_LINE = 4000  # bytes; the trainer leaves out longer lines than 4192
+_LINE = 4000  # bytes; the trainer leaves out lines longer than 4192
+_TRAINER = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.load(sys.stdin))"
 
 Progress = Callable[[str, float], None]  # the stage, and how much of it is done from 0 to 1
 
@@ -91,7 +90,15 @@ def train_tokenizer(
             "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }
-        _train_apart(arguments, vocab_size, work, report)
+        report("training", 0.0)
+        # In a process of its own, which a signal can end and whose messages say what was wrong.
+        command = [sys.executable, "-c", _TRAINER]
+        done = subprocess.run(command, cwd=work, input=json.dumps(arguments).encode(), capture_output=True, check=False)
+        if done.returncode:
+            messages = done.stderr.decode(errors="replace").splitlines()
+            reasons = [line.strip() for line in messages if "rror" in line or "high" in line] or ["no reason given"]
+            raise ValueError(f"SentencePiece could not train this vocabulary: {reasons[-1]}")
+        report("training", 1.0)
         tokenizer = load_tokenizer(work / "trained.model")
         assert isinstance(tokenizer, SentencePieceTokenizer)
         if not tokenizer.lossless:
@@ -106,22 +113,21 @@ def train_tokenizer(
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the work as an exception does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    settable = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)) if settable else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if settable:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
     """Every n-th line of the sources' text: whenever there are too many, every second one is dropped.
 
-    How much text there will be need not be known, as it is not of compressed sources. Each line is taken once: the
-    trainer takes for ever over text with repeated passages. A corpus's own held-out splits are left out; where splits
-    go by hash, a few held-out documents are read.
+    So the amount of text, which compressed sources do not tell, need not be known beforehand. Each line is taken once:
+    the trainer takes forever on text with repeated passages. A corpus's own held-out splits are left out; where splits
+    are chosen by hash, a few held-out documents are read.
     """
     spans = [span for span in find_spans(list(sources), options) if span.split in (None, "train")]
     total = max(1, sum(span.size for span in spans))
@@ -146,9 +152,9 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
 
 
 def _span_lines(span: Span) -> Iterator[bytes]:
-    """What the trainer can take of a text: lines without tabs, not too long, without its reserved characters.
+    """What the trainer can use of a text: lines without tabs, not too long, without its reserved characters.
 
-    What cannot be used is left out without a word; prepare counts and names it.
+    Anything else is left out silently; `prepare` counts and names it.
     """
     with suppress(Skip):
         for document in read_span(span):
@@ -158,36 +164,3 @@ def _span_lines(span: Span) -> Iterator[bytes]:
                         part = line[start : start + _LINE // 4]
                         if part.strip() and SPACE_MARK not in part and "\0" not in part:
                             yield part.encode("utf-8") + b"\n"
-
-
-def _train_apart(arguments: dict[str, Any], vocab_size: int, work: Path, report: Progress) -> None:
-    """Run the trainer in a process of its own, whose messages show its progress."""
-    code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.load(sys.stdin))"
-    report("training", 0.0)
-    command = [sys.executable, "-c", code]
-    process = Popen(command, cwd=work, encoding="utf-8", errors="replace", stdin=PIPE, stderr=PIPE, stdout=DEVNULL)
-    assert process.stdin is not None
-    assert process.stderr is not None
-    reason, share, first = "no reason given", 0.0, 0
-    try:
-        with suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(json.dumps(arguments))
-        for message in process.stderr:
-            # unigram shrinks a large vocabulary to the wanted size, bpe grows a small one
-            if found := re.search(r"EM sub_iter=\d+ size=(\d+)", message):
-                first = first or max(vocab_size + 1, int(found.group(1)))
-                share = math.log(first / max(vocab_size, int(found.group(1)))) / math.log(first / vocab_size)
-            elif found := re.search(r"Added: freq=\d+ size=(\d+)", message):
-                share = int(found.group(1)) / vocab_size
-            elif "rror" in message or "high" in message:
-                reason = message.strip()
-            elif share < 0.05:  # before that, each message is a little progress
-                share += 0.001
-            report("training", min(0.99, share))
-        process.wait()
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode:
-        raise ValueError(f"SentencePiece could not train this vocabulary: {reason}")
-    report("training", 1.0)

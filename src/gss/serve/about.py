@@ -23,42 +23,24 @@ class Limits:
     A request beyond one of them gets an answer that names it, and costs next to nothing.
     """
 
-    body_bytes: int = 4 << 20
-    """Largest body of a request (413)."""
-    prompt_tokens: int = 131_072
-    """Longest prompt, and most tokens of prompts times `n` that are echoed with logprobs (400)."""
-    max_tokens: int = 4096
-    """Most tokens that may be asked for (400)."""
-    n: int = 16
-    """Most continuations of one prompt (400)."""
-    sequences: int = 64
-    """Most continuations in one request: prompts times `n`, and no more than run and wait at a time (400)."""
-    logprobs: int = 20
-    """Most alternatives per token (400)."""
-    stop: int = 8
-    """Most stop strings (400)."""
-    stop_characters: int = 256
-    """Longest stop string (400)."""
-    seconds: float = 300.0
-    """Longest time from a request's arrival to its end (408)."""
-    body_seconds: float = 30.0
-    """Longest time that a body may take to arrive (408)."""
-    queue: int = 256
-    """Sequences that may wait for a place in the batch (429)."""
-    scores: int = 262_144
-    """Most log-probabilities in one answer: tokens that are scored, each with its alternatives (400)."""
-    all_scores: int = 1 << 20
-    """Most log-probabilities in all answers under way: beyond, those with over 8,192 are refused (429)."""
-    connections: int = 2048
-    """Connections at a time: beyond, the one that has been idle for the longest is closed."""
-    header_seconds: float = 15.0
-    """Longest time without a request, and for the headers of one to arrive, before a connection is closed."""
-    send_seconds: float = 30.0
-    """Longest time in which a client reads next to nothing of what is sent to it, before it is closed."""
-    bodies_bytes: int = 256 << 20
-    """Most that the bodies of all requests under way hold together: beyond, those over 64 KiB are refused (503)."""
-    unread_bytes: int = 256 << 20
-    """Most that waits to be read by all clients together: beyond, those with most to read are closed."""
+    body_bytes: int = 4 << 20  # largest body of a request (413)
+    prompt_tokens: int = 131_072  # longest prompt; also all prompts times `n`, echoed with logprobs (400)
+    max_tokens: int = 4096  # most tokens to produce (400)
+    n: int = 16  # most continuations of one prompt (400)
+    sequences: int = 64  # most continuations in one request, and never more than can run and wait (400)
+    logprobs: int = 20  # most alternatives per token (400)
+    stop: int = 8  # most stop strings (400)
+    stop_characters: int = 256  # longest stop string (400)
+    seconds: float = 300.0  # longest time from a request's arrival to its end (408)
+    body_seconds: float = 30.0  # longest time for a body to arrive (408)
+    queue: int = 256  # sequences that may wait for a place in the batch (429)
+    scores: int = 262_144  # most log-probabilities in one answer, alternatives included (400)
+    all_scores: int = 1 << 20  # most in all answers under way: beyond, requests for over 8,192 are refused (429)
+    connections: int = 2048  # beyond, the connection that has been idle for the longest is closed
+    header_seconds: float = 15.0  # a connection is closed that completes no request's headers in this time
+    send_seconds: float = 30.0  # a connection is closed whose client reads next to nothing in this time
+    bodies_bytes: int = 256 << 20  # most in all bodies under way: beyond, bodies over 64 KiB are refused (503)
+    unread_bytes: int = 256 << 20  # most that waits to be read by all clients: beyond, the largest are closed
 
     def __post_init__(self) -> None:
         for field in fields(self):

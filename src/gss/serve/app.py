@@ -14,12 +14,9 @@ from fastapi.routing import APIRoute
 from gss import __version__
 from gss.serve import schemas
 from gss.serve.about import Limits, describe
-from gss.serve.chat import ActiveChat, ChatCompletion, ChatRequest
-from gss.serve.checks import QUICK_CHARACTERS, check_completion, check_length, check_model
-from gss.serve.completions import ActiveCompletion
+from gss.serve.completions import ActiveCompletion, Service, beside
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError, Guard, answer_errors, to_json
-from gss.serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
@@ -44,14 +41,14 @@ def create_app(
     """The app in front of an engine, which is started and stopped by whoever made it.
 
     name      the model's id for clients
-    api_key   asked of every route but health and the page, less the white space around it; None: of none
-    hosts     names that requests may use for the server; None: any
+    api_key   required by every route except health and the page, without the white space around it; None: by none
+    hosts     names by which requests may address the server; None: any
     """
     limits = limits or Limits()
     if api_key is not None:
         api_key = api_key.strip()  # a header never has any: a key read from a file with its line end would fit none
         if not api_key:
-            raise ValueError("the API key is empty: give one, or None")
+            raise ValueError("the API key is empty: give one, or leave it out")
     app = FastAPI(
         title="gss",
         version=__version__,
@@ -63,13 +60,9 @@ def create_app(
     answer_errors(app)
     pages = {f"/{path.relative_to(PAGE).as_posix()}": path for path in sorted(PAGE.rglob("*")) if path.is_file()}
     pages["/"] = PAGE / "index.html"
+    open_paths = {"/health", *pages}
     app.add_middleware(
-        Guard,
-        limits=limits,
-        metrics=engine.metrics,
-        api_key=api_key,
-        open_paths={"/health", *pages},
-        hosts=hosts,
+        Guard, limits=limits, metrics=engine.metrics, api_key=api_key, open_paths=open_paths, hosts=hosts
     )
     service = Service(engine, name, limits)
     _add_completions(app, service)
@@ -81,60 +74,54 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
-    stream: dict[str, Any] = {"text/event-stream": {}}
-
-    @app.post(
-        "/v1/completions",
-        response_model=None,
-        responses={200: {"model": schemas.Completion, "content": stream}, **schemas.ERRORS},
-    )
-    async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
-        """Go on from a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
-        return await answer(ActiveCompletion, body, request)
-
-    @app.post(
-        "/v1/chat/completions",
-        response_model=None,
-        responses={200: {"model": ChatCompletion, "content": stream}, **schemas.ERRORS},
-    )
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        """Continue a dialogue, written out in plain words: the model was not trained to follow instructions."""
-        return await answer(ActiveChat, body.completion(), request)
-
-    async def answer(kind: type[ActiveCompletion], body: schemas.CompletionRequest, request: Request) -> Response:
-        completion = kind(body, await check_completion(body, service), service)
-        completion.start()
+    async def answer(body: schemas.CompletionRequest, request: Request, chat: bool) -> Response:
+        completion = ActiveCompletion(body, service, chat)
+        await completion.start()
         if body.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(completion.events(), media_type="text/event-stream", headers=headers)
         whole = await completion.whole(request)
         return Response(status_code=499) if whole is None else Response(whole, media_type="application/json")
 
+    @_post(app, "/v1/completions", schemas.Completion, {"text/event-stream": {}})
+    async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
+        """Continue a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
+        return await answer(body, request, chat=False)
+
+    @_post(app, "/v1/chat/completions", schemas.ChatCompletion, {"text/event-stream": {}})
+    async def chat(body: schemas.ChatRequest, request: Request) -> Response:
+        """Continue a dialogue, written out in plain words: the model was not trained to follow instructions."""
+        return await answer(body.completion(), request, chat=True)
+
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     tokenizer = service.engine.tokenizer
 
-    @app.post("/v1/tokenize", response_model=None, responses={200: {"model": schemas.Tokens}, **schemas.ERRORS})
+    @_post(app, "/v1/tokenize", schemas.Tokens)
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""
-        check_model(body.model, service)
+        service.check_model(body.model)
 
-        def work() -> Response:
+        def work() -> bytes:
             ids = tokenizer.encode(body.prompt).tolist()
-            check_length(len(ids), service.limits)
-            found = {"tokens": ids, "pieces": [service.surfaces[token] for token in ids], "count": len(ids)}
-            return Response(to_json(found), media_type="application/json")
+            service.check_length(len(ids))
+            return to_json({"tokens": ids, "pieces": [service.surfaces[token] for token in ids], "count": len(ids)})
 
-        return work() if len(body.prompt) <= QUICK_CHARACTERS else await asyncio.to_thread(work)
+        return Response(await beside(len(body.prompt), work), media_type="application/json")
 
-    @app.post("/v1/detokenize", response_model=None, responses={200: {"model": schemas.Text}, **schemas.ERRORS})
+    @_post(app, "/v1/detokenize", schemas.Text)
     async def detokenize(body: schemas.DetokenizeRequest) -> Response:
         """The text of tokens."""
-        check_model(body.model, service)
+        service.check_model(body.model)
         if max(body.tokens, default=0) >= tokenizer.vocab_size:
             raise ApiError(400, "a token id is beyond the vocabulary", param="tokens", code="invalid_value")
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+
+
+def _post(app: FastAPI, path: str, answer: type, content: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """A route whose function makes the response itself; the schema has its answer and its errors."""
+    success: dict[str, Any] = {"model": answer} | ({"content": content} if content else {})
+    return app.post(path, response_model=None, responses={200: success, **schemas.ERRORS})
 
 
 def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
@@ -142,16 +129,16 @@ def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
     card = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "gss"}
     engine.metrics.state_bytes.set(facts["state"]["bytes_per_sequence"])
 
-    @app.get("/v1/models", responses=schemas.ERRORS)
-    async def models() -> schemas.ModelList:
+    @app.get("/v1/models", response_model=schemas.ModelList, responses=schemas.ERRORS)
+    async def models() -> Any:
         """The models that are served: one."""
-        return schemas.ModelList.model_validate({"object": "list", "data": [card]})
+        return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model}", responses=schemas.ERRORS)
-    async def model(model: str) -> schemas.ModelCard:
+    @app.get("/v1/models/{model}", response_model=schemas.ModelCard, responses=schemas.ERRORS)
+    async def model(model: str) -> Any:
         """The model that is served."""
-        check_model(model, service)
-        return schemas.ModelCard.model_validate(card)
+        service.check_model(model)
+        return card
 
     @app.get("/v1/model", responses=schemas.ERRORS)
     async def about() -> dict[str, Any]:
@@ -163,9 +150,9 @@ def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
         """Counts, for Prometheus."""
         return PlainTextResponse(engine.metrics.page(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/health", responses={503: {"model": schemas.Health, "description": "Not at work."}})
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "The server is stopped."}})
     async def health() -> Response:
-        """Whether the server is at work."""
+        """Whether the server works."""
         return JSONResponse({"status": "ok" if engine.alive else "stopped"}, 200 if engine.alive else 503)
 
 

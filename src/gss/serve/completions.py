@@ -1,119 +1,200 @@
-"""`/v1/completions`: from a request to jobs, and from their pieces to an answer, whole or as a stream of events."""
+"""Completions and chats: a request is checked against the limits and becomes jobs; their pieces become the answer."""
 
 import asyncio
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from fastapi import Request
 
-from gss.serve.checks import Asked
-from gss.serve.engine import DrainingError, Posts, QueueFullError, hand_over
+from gss.data import Tokenizer
+from gss.generate import first_state, prompt_ids
+from gss.serve.about import Limits
+from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.http import ApiError, to_json
 from gss.serve.job import Failure, Job, Piece, TokenScore
 from gss.serve.schemas import CompletionRequest
-from gss.serve.service import Service
 
+_later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
-    "timeout": partial(ApiError, 408, "the request took longer than it may", code="request_timeout"),
+    "full": partial(_later, "the queue is full: try again later"),
+    "timeout": partial(ApiError, 408, "the request took too long", code="request_timeout"),
     "stopping": partial(ApiError, 503, "the server is stopping", code="stopping", headers={"Retry-After": "5"}),
     "internal": partial(ApiError, 500, "the server failed; its log says why"),
 }
-
-# Pieces for which it is worth waiting until they are sent, and the longest time to do so, in seconds.
-_MANY, _PATIENCE = 4, 0.02
-
-# Pieces that may wait for a client to read them, before its request is dropped.
-_UNREAD = 4096
-
-# Tokens of a prompt up to which their scores are put together on the event loop itself.
-_QUICK_SCORES = 4096
-
-# Log-probabilities in an answer that may be asked for whatever others hold.
-_FEW_SCORES = 8192
+_UNREAD = 4096  # pieces that may wait for a client to read them, before its request is dropped
+_QUICK_SCORES = 4096  # tokens of a prompt up to which their scores are put together on the event loop itself
+_FEW_SCORES = 8192  # log-probabilities in an answer that may be asked for whatever others hold
+_QUICK_CHARACTERS = 4096  # of a text up to which it is tokenized on the event loop itself
 
 
-def post_to_loops(posts: Posts) -> None:
-    """Hand a turn's pieces to the event loops that wait for them: one wake-up per loop, whatever their number.
+class Surfaces(dict[int, str]):
+    """Single tokens as text, by id: what a reader sees for one of a list, apart from the text that it is part of."""
 
-    Where there are many, wait until they have been sent. Python runs one thread at a time: two that are both busy take
-    turns at every call into the system, and that costs more than it wins.
-    """
-    by_loop: dict[asyncio.AbstractEventLoop, Posts] = {}
-    for job, piece in posts:
-        by_loop.setdefault(job.home, []).append((job, piece))
-    for loop, own in by_loop.items():
-        sent = threading.Event()
-        try:
-            loop.call_soon_threadsafe(_hand_over, own, loop, sent)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            for job, _ in own:
-                job.cancelled = True
-            continue
-        if len(own) >= _MANY:
-            sent.wait(_PATIENCE)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        # A token's leading space is lost at a text's start: it is decoded after another one.
+        self._anchor = tokenizer.encode("a").tolist()[-1:]
+        self._before = len(tokenizer.decode(self._anchor))
+
+    def __missing__(self, token: int) -> str:
+        tokenizer, name = self._tokenizer, f"token_id:{token}"
+        if token == tokenizer.eos_id:
+            name = "<|end|>"
+        elif tokenizer.kind == "bytes" and 127 < token < 256:
+            name = f"bytes:\\x{token:02x}"  # as OpenAI writes tokens that are part of a character
+        elif 0 <= token < tokenizer.vocab_size:
+            text = tokenizer.decode([*self._anchor, token])[self._before :]
+            name = text if text and "\ufffd" not in text else name
+        self[token] = name
+        return name
 
 
-def _hand_over(posts: Posts, loop: asyncio.AbstractEventLoop, sent: threading.Event) -> None:
-    hand_over(posts)
-    loop.call_soon(sent.set)  # after those whom the pieces have woken
+class Service:
+    """What every route works with: an engine, its model's id for clients, the limits, and what answers hold."""
+
+    def __init__(self, engine: EngineThread, name: str, limits: Limits) -> None:
+        self.engine, self.name, self.limits = engine, name, limits
+        self.surfaces = Surfaces(engine.tokenizer)
+        # The log-probabilities that each answer under way will hold at most.
+        self.scores: WeakKeyDictionary[ActiveCompletion, int] = WeakKeyDictionary()
+
+    def check_model(self, asked: str | None) -> None:
+        """Refuse a model that is not the one that is served."""
+        if asked is not None and asked != self.name:
+            raise ApiError(404, "that model is not served here: see /v1/models", code="model_not_found", param="model")
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a prompt that is too long."""
+        _check("prompt", tokens, self.limits.prompt_tokens, "tokens", "context_length_exceeded")
+
+
+async def beside(characters: int, work: Callable[[], Any]) -> Any:
+    """Do work on this much text, in another thread where it would hold up the event loop."""
+    return work() if characters <= _QUICK_CHARACTERS else await asyncio.to_thread(work)
+
+
+class Prompt(NamedTuple):
+    """What is read, and what is given back of it."""
+
+    ids: list[int]
+    text: str
+    added: int
+    """Ids at the start that are not the request's own."""
 
 
 class ActiveCompletion:
-    """One request, from its arrival to its end."""
+    """One request for a completion, or for a chat written out as one, from its arrival to its end."""
 
-    kind, prefix = "text_completion", "cmpl"
-
-    def __init__(self, body: CompletionRequest, asked: Asked, service: Service) -> None:
-        self._body, self._prompts, self._service, self._scores = body, asked.prompts, service, asked.scores
-        self._engine = service.engine
+    def __init__(self, body: CompletionRequest, service: Service, chat: bool = False) -> None:
+        self._body, self._service, self._engine, self._chat = body, service, service.engine, chat
         self._arrived = time.monotonic()
         self._first_at: float | None = None
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._n = body.n or 1
+        self._n, self._max_tokens = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        self._stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self._prompts: list[Prompt] = []
+        self._jobs: list[Job] = []
+        self._produced = 0
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "object": self.kind,
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": service.name,
         }
-        self._produced = 0
+
+    async def start(self) -> None:
+        """Tokenize the prompts and queue the jobs; a request that is wrong, or finds no room, gets an error."""
+        body, limits, held = self._body, self._service.limits, self._service.scores
+        self._check_body()
+        self._prompts = await self._read_prompts(body.prompt)
+        scores = self._count_scores()
+        if scores > _FEW_SCORES and scores + sum(held.values()) > max(limits.scores, limits.all_scores):
+            raise _later("too many log-probabilities are under way: ask for fewer, or try again later")
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        scored_prompt = bool(body.echo) and body.logprobs is not None
         self._jobs = [
             Job(
                 prompt=prompt.ids,
                 sink=partial(self._sink, number),
-                home=asyncio.get_running_loop(),
+                loop=asyncio.get_running_loop(),
                 n=self._n,
                 seed=seed + number * self._n,
                 sampling=body.sampling(),
                 logprobs=body.logprobs,
-                score_prompt=scored_prompt,
+                score_prompt=bool(body.echo) and body.logprobs is not None,
                 ignore_eos=bool(body.ignore_eos),
                 streaming=bool(body.stream),
-                max_tokens=asked.max_tokens,
-                stop=asked.stop,
-                deadline=self._arrived + service.limits.seconds,
+                max_tokens=self._max_tokens,
+                stop=self._stop,
+                deadline=self._arrived + limits.seconds,
             )
-            for number, prompt in enumerate(asked.prompts)
+            for number, prompt in enumerate(self._prompts)
         ]
-
-    def start(self) -> None:
-        """Queue it, or say that there is no room."""
-        held, limits = self._service.scores, self._service.limits
-        if self._scores > _FEW_SCORES and self._scores + sum(held.values()) > max(limits.scores, limits.all_scores):
-            raise _later("as many log-probabilities are under way as may be: ask for fewer, or try again")
         try:
             self._engine.submit(self._jobs)
-        except QueueFullError:
-            raise _later("as many requests wait as may: try again") from None
-        except DrainingError:
-            raise _FAILURES["stopping"]() from None
-        held[self] = self._scores
+        except RefusedError as refused:
+            raise _FAILURES[refused.args[0]]() from None
+        held[self] = scores
+
+    def _check_body(self) -> None:
+        body, limits, stop = self._body, self._service.limits, self._stop
+        self._service.check_model(body.model)
+        _check("n", self._n, min(limits.n, self._engine.rows))
+        _check("max_tokens", self._max_tokens, limits.max_tokens)
+        _check("logprobs", body.logprobs or 0, limits.logprobs)
+        _check("stop", len(stop), limits.stop, "strings")
+        _check("stop", max(map(len, stop), default=0), limits.stop_characters, "characters")
+        for param in ("best_of", "presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
+            if getattr(body, param) and not (param == "best_of" and body.best_of == self._n):
+                instead = ", or use repetition_penalty" if param.endswith("penalty") else ""
+                raise ApiError(400, f"{param} is not supported: leave it out{instead}", param=param, code="unsupported")
+        if not self._max_tokens and not body.echo:
+            raise _wrong("max_tokens", "max_tokens of 0 needs echo")
+        if body.stream_options and not body.stream:
+            raise _wrong("stream_options", "stream_options need stream")
+        if "" in stop:
+            raise _wrong("stop", "a stop string is empty")
+
+    async def _read_prompts(self, given: Any) -> list[Prompt]:
+        engine, limits = self._engine, self._service.limits
+        tokenizer, state = engine.tokenizer, first_state(engine.model)
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given or [] in given:
+            raise _wrong("prompt", "a prompt has no tokens: give some, or an empty text")
+        sequences = min(limits.sequences, engine.rows + engine.queue)  # what would never find room does not wait
+        _check("prompt", self._n * len(given), sequences, "continuations in one request")
+
+        def read(each: Any) -> Prompt:
+            if isinstance(each, str):
+                ids = prompt_ids(tokenizer, each, state)
+                return Prompt(ids, each, int(ids[0] == tokenizer.eos_id))
+            return Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
+
+        prompts: list[Prompt] = await beside(sum(map(len, given)), lambda: list(map(read, given)))
+        self._service.check_length(max(len(prompt.ids) for prompt in prompts))
+        vocabulary = engine.model.config.vocab_size
+        if any(max(prompt.ids) >= vocabulary for prompt in prompts):
+            raise _wrong("prompt", f"a token id is beyond the vocabulary of {vocabulary}")
+        return prompts
+
+    def _count_scores(self) -> int:
+        """How many log-probabilities the answer will hold at most."""
+        body, limits, echoed = self._body, self._service.limits, 0
+        if body.logprobs is None:
+            return 0
+        if body.echo:
+            echoed = self._n * sum(len(prompt.ids) for prompt in self._prompts)
+            what = "tokens of prompts to echo with logprobs, each prompt n times,"
+            _check("prompt", echoed, limits.prompt_tokens, what)
+        scores = (echoed + self._n * len(self._prompts) * self._max_tokens) * (1 + body.logprobs)
+        what = "log-probabilities (of tokens, each with its alternatives) in one answer"
+        _check("logprobs", scores, limits.scores, what)
+        return scores
 
     async def whole(self, request: Request) -> bytes | None:
         """The answer in one, as JSON; None where the client has gone."""
@@ -132,7 +213,7 @@ class ActiveCompletion:
         options = self._body.stream_options
         with_usage = options is not None and options.include_usage
         extra = {"usage": None} if with_usage else {}
-        head = {**self._head, "object": self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"}
+        head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
         try:
             async for choices in self._choices():
                 shown = [self._shown(choice, whole=False) for choice in choices]
@@ -165,12 +246,16 @@ class ActiveCompletion:
 
     def _shown(self, choice: dict[str, Any], whole: bool) -> dict[str, Any]:
         """A choice as the client wants it, whole or as a part of a stream."""
-        return choice
+        if not self._chat:
+            return choice
+        said = {"role": "assistant", "content": choice["text"].lstrip() if whole else choice["text"]}
+        part = {"message" if whole else "delta": said}
+        return {"index": choice["index"], **part, "logprobs": None, "finish_reason": choice["finish_reason"]}
 
     async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
         """What is new, as choices: the prompts where they are echoed, then pieces as they come, to the last."""
         echo = bool(self._body.echo)
-        if echo and not self._jobs[0].score_prompt:
+        if echo and self._body.logprobs is None:
             for number, prompt in enumerate(self._prompts):
                 yield [self._choice(number, index, prompt.text) for index in range(self._n)]
         going = len(self._jobs) * self._n
@@ -219,12 +304,8 @@ class ActiveCompletion:
         return {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _usage(self) -> dict[str, int]:
-        read = sum(len(prompt.ids) for prompt in self._prompts)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": self._produced,
-            "total_tokens": read + self._produced,
-        }
+        read, produced = sum(len(prompt.ids) for prompt in self._prompts), self._produced
+        return {"prompt_tokens": read, "completion_tokens": produced, "total_tokens": read + produced}
 
     def _sink(self, number: int, piece: Piece) -> None:
         if self._pieces.qsize() >= _UNREAD:  # the client does not read: nothing more is produced for it
@@ -233,8 +314,14 @@ class ActiveCompletion:
         self._pieces.put_nowait((number, piece))
 
 
-def _later(message: str) -> ApiError:
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+def _check(param: str, got: int, most: int, what: str = "", code: str = "limit_exceeded") -> None:
+    if got > most:
+        message = f"{param}: {got:,}{what and ' '}{what} is more than the {most:,} that are allowed"
+        raise ApiError(400, message, param=param, code=code)
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 async def _left(request: Request) -> None:

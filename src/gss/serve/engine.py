@@ -4,43 +4,38 @@ A turn of the loop takes in new jobs, drops those that are cancelled or late, re
 tokens for every running sequence. Where both have work, reading gets about half of the time: a long prompt slows
 running sequences down but does not stall them.
 
-Knows jobs and text; nothing of HTTP or of event loops. What runs on the model is `gss.decode.Engine`.
+Knows jobs, text and the event loops that wait for it; nothing of HTTP. What runs on the model is `gss.decode.Engine`.
 """
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 
 from gss import decode
 from gss.data import Tokenizer
 from gss.decode import Output
 from gss.model import LanguageModel
 from gss.precision import running
-from gss.serve.job import Failure, Job, Piece
+from gss.serve.job import Failure, Job, Piece, Row, prompt_scores
 from gss.serve.metrics import Metrics
-from gss.serve.row import Row, prompt_scores
 
 log = logging.getLogger("gss.serve")
 
 # Making and sending a piece takes almost 0.1 ms, whatever is in it.
 _PIECES_PER_SECOND = 640
 
+# Pieces for which it is worth waiting until they are sent, and the longest time to do so, in seconds.
+_MANY, _PATIENCE = 4, 0.02
+
 Posts = list[tuple[Job, Piece]]
 
 
-class QueueFullError(Exception):
-    """There is no room for a job: as many wait as may."""
-
-
-class DrainingError(Exception):
-    """The engine takes no more jobs: it is about to stop."""
-
-
-def hand_over(posts: Posts) -> None:
-    """Give each piece to its job, in the engine's own thread."""
-    for job, piece in posts:
-        job.sink(piece)
+class RefusedError(Exception):
+    """The engine does not take a job: its queue is "full", or it is "stopping"."""
 
 
 class EngineThread:
@@ -54,7 +49,6 @@ class EngineThread:
     precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
     interval      seconds between two pieces of one stream; what comes meanwhile is one piece. With many streams it
                   is longer, so that all of them together are sent no more than `_PIECES_PER_SECOND`
-    post          takes the pieces of a turn, in the engine's thread; must not raise
     """
 
     def __init__(
@@ -69,8 +63,6 @@ class EngineThread:
         precision: str = "auto",
         speculate: bool = True,
         interval: float = 0.02,
-        post: Callable[[Posts], None] = hand_over,
-        metrics: Metrics | None = None,
     ) -> None:
         if piece is None:
             piece = 4096 if model.device.type == "cuda" else 256
@@ -78,8 +70,7 @@ class EngineThread:
         self.core = decode.Engine(model, **options, speculate=speculate)  # type: ignore[arg-type]
         self.model, self.tokenizer, self.precision = model, tokenizer, self.core.precision
         self.rows, self.queue = rows, queue
-        self.metrics = metrics or Metrics()
-        self._interval, self._post_all = interval, post
+        self.metrics, self._interval = Metrics(), interval
         self._running: dict[tuple[Job, int], Row] = {}
         self._posts: Posts = []
         self._over: set[Job] = set()  # jobs that end with this turn
@@ -101,9 +92,9 @@ class EngineThread:
         """Take in jobs, all or none."""
         with self._lock:
             if self._draining or self._stopping:
-                raise DrainingError
+                raise RefusedError("stopping")
             if self.outstanding + sum(job.n for job in jobs) > self.rows + self.queue:
-                raise QueueFullError
+                raise RefusedError("full")
             self._inbox += jobs
             self._outstanding.update(jobs)
             self._lock.notify_all()
@@ -155,52 +146,45 @@ class EngineThread:
 
     def _run(self) -> None:
         with running(self.model, self.precision):  # all along: weights are rounded once, not at every step
-            self._work()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
-                if self._stopping:
-                    return
-                taken, self._inbox = self._inbox, []
-            try:
-                for job in taken:
-                    job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
-                    self.core.submit(job)
-                self._turn()
-            except Exception:
-                log.exception("the engine failed; what it was working on is given up")
-                self._give_up()
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
+                    if self._stopping:
+                        return
+                    taken, self._inbox = self._inbox, []
+                try:
+                    for job in taken:
+                        job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
+                        self.core.submit(job)
+                    self._turn()
+                except Exception:
+                    log.exception("the engine failed; every request that it was working on is given up")
+                    self._give_up()
 
     def _turn(self) -> None:
         self._drop_unwanted()
-        core = self.core
+        core, metrics = self.core, self.metrics
         if core.admit() and (self._reading_ahead <= 0 or not core.running):
             started = time.perf_counter()
             self._take_in(core.prefill())
             self._reading_ahead += time.perf_counter() - started
-            self.metrics.prompt_tokens.set(core.prompts.prompt_tokens)
-            self.metrics.prompt_tokens_read.set(core.prompts.tokens_read)
-            self.metrics.prompt_tokens_reused.set(core.prompts.tokens_reused)
+            metrics.prompt_tokens.set(core.prompts.prompt_tokens)
+            metrics.prompt_tokens_read.set(core.prompts.tokens_read)
+            metrics.prompt_tokens_reused.set(core.prompts.tokens_reused)
         if core.running:
             started = time.perf_counter()
             self._take_in(core.step())
             seconds = time.perf_counter() - started
-            self.metrics.step_seconds.observe(seconds)
-            self._reading_ahead = max(0.0, self._reading_ahead - seconds * self._reading_share())
+            metrics.step_seconds.observe(seconds)
+            # A second of producing is worth a second of reading full pieces. It is worth less while many sequences run
+            # and a piece is small: that holds them all up, and costs little more once others are read beside it. It is
+            # worth more when more prompts wait than sequences run.
+            waiting, rows = core.prompts, max(1, core.running)
+            worth = max(waiting.fullness, len(waiting) / rows, min(1.0, 4 / rows))
+            self._reading_ahead = max(0.0, self._reading_ahead - seconds * worth)
         else:
             self._reading_ahead = 0.0
         self._deliver()
-
-    def _reading_share(self) -> float:
-        """Seconds of reading that a second of producing is worth.
-
-        One, for a full piece. Less for a small one while many sequences run: it holds them all up, and costs little
-        more when others have come to be read beside it. More when more prompts wait than sequences run.
-        """
-        prompts, running = self.core.prompts, max(1, self.core.running)
-        return max(prompts.fullness, len(prompts) / running, min(1.0, 4 / running))
 
     def _drop_unwanted(self) -> None:
         now = time.monotonic()
@@ -224,15 +208,26 @@ class EngineThread:
                 scores = prompt_scores(self.tokenizer, job.prompt, output.prompt_scores)
                 self._posts.append((job, Piece(0, prompt_scores=scores)))
                 continue
-            row = self._running.get((job, index))
-            begun = row is not None
-            if row is None:
-                row = self._running[job, index] = Row(job, index, self.tokenizer)
+            begun = (job, index) in self._running
+            if not begun:
+                self._running[job, index] = Row(job, index, self.tokenizer)
+            row = self._running[job, index]
             row.accept(output.tokens, output.scores, output.finish)
+            if row.finish or (job.streaming and not begun):  # the first token is not kept waiting
+                self._take(row)
             if row.finish:
-                self._end(row, stopped=output.finish is None)
-            elif job.streaming and not begun:
-                self._take(row)  # the first token is not kept waiting
+                del self._running[job, index]
+                if output.finish is None:  # ended by its text, of which the core knows nothing
+                    self.core.cancel(partial(is_, job), index)
+                job.ended += 1
+                if job.ended == job.n:
+                    self._over.add(job)
+
+    def _take(self, row: Row) -> None:
+        piece = row.take()
+        if piece is not None:
+            self.metrics.generated_tokens.add(piece.tokens)
+            self._posts.append((row.job, piece))
 
     def _deliver(self) -> None:
         now = time.monotonic()
@@ -245,31 +240,13 @@ class EngineThread:
         self.metrics.running.set(self.core.running)
         self.metrics.waiting.set(self.core.waiting + len(self.core.prompts))
         self.metrics.cache_bytes.set(self.core.cache.nbytes)
-        if self._posts:
-            posts, self._posts = self._posts, []
-            self._post_all(posts)
+        posts, self._posts = self._posts, []
+        _post(posts)
         if self._over:
             with self._lock:
                 self._outstanding -= self._over
                 self._lock.notify_all()
             self._over = set()
-
-    def _take(self, row: Row) -> None:
-        piece = row.take()
-        if piece is not None:
-            self.metrics.generated_tokens.add(piece.tokens)
-            self._posts.append((row.job, piece))
-
-    def _end(self, row: Row, stopped: bool) -> None:
-        """Deliver the last piece of a continuation; a job is over with the last of them."""
-        job = row.job
-        del self._running[job, row.index]
-        if stopped:  # by its text, of which the core knows nothing
-            self.core.cancel(lambda request: request is job, row.index)
-        self._take(row)
-        job.ended += 1
-        if job.ended == job.n:
-            self._over.add(job)
 
     def _give_up(self) -> None:
         """After an error that is the engine's own: tell every job, and begin anew."""
@@ -281,3 +258,33 @@ class EngineThread:
         self._running = {}
         self.core.reset()
         self._deliver()
+
+
+def _post(posts: Posts) -> None:
+    """Hand a turn's pieces to the event loops that wait for them: one wake-up per loop, whatever their number.
+
+    Where there are many, wait until they have been sent. Python runs one thread at a time: two that are both busy take
+    turns at every call into the system, and that costs more than it saves.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop | None, Posts] = {}
+    for job, piece in posts:
+        by_loop.setdefault(job.loop, []).append((job, piece))
+    for loop, own in by_loop.items():
+        sent = threading.Event()
+        if loop is None:
+            _give_out(own, sent.set)
+            continue
+        try:
+            loop.call_soon_threadsafe(_give_out, own, partial(loop.call_soon, sent.set))  # after those who are woken
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            for job, _ in own:
+                job.cancelled = True
+            continue
+        if len(own) >= _MANY:
+            sent.wait(_PATIENCE)
+
+
+def _give_out(posts: Posts, then: Callable[[], object]) -> None:
+    for job, piece in posts:
+        job.sink(piece)
+    then()

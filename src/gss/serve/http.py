@@ -1,14 +1,15 @@
 """What every request passes before a route sees it, and how every failure is answered.
 
-`Guard` is a plain ASGI wrapper, so that streams run through it untouched. Errors look as OpenAI's clients expect them:
-a status, and a body that says what was wrong and nothing else.
+`Guard` is a plain ASGI wrapper, so that streams run through it untouched.
 """
 
 import asyncio
 import hashlib
 import hmac
+import re
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pydantic_core
@@ -27,8 +28,8 @@ _PHRASES = {
     404: "there is no such address",
     405: "this address does not answer to this method",
 }
-# Bytes of a body that is let in whatever others hold.
-_SMALL_BODY = 1 << 16
+_SMALL_BODY = 1 << 16  # bytes of a body that is let in whatever others hold
+_HOST = re.compile(r"\[[^]]*\]?|[^:]*")  # a host's name, or its address in brackets, without the port
 
 
 def to_json(content: Any) -> bytes:
@@ -37,7 +38,7 @@ def to_json(content: Any) -> bytes:
 
 
 class ApiError(HTTPException):
-    """A request that gets no answer but why."""
+    """A request that is answered with what is wrong, in the form that OpenAI's clients expect."""
 
     def __init__(
         self,
@@ -46,55 +47,50 @@ class ApiError(HTTPException):
         *,
         code: str | None = None,
         param: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        self.body = _error_body(status, message, code, param)
+        kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         """The answer to the request."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
-def _error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def answer_errors(app: FastAPI) -> None:
     """Answer every kind of failure of an app in the same way."""
 
-    @app.exception_handler(ApiError)
-    async def ours(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+    async def answer(request: Request, error: Any) -> JSONResponse:
+        return _as_ours(error).response()
 
-    @app.exception_handler(HTTPException)
-    async def theirs(request: Request, error: HTTPException) -> JSONResponse:
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.exception_handler(kind)(answer)
+
+
+def _as_ours(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
         message = _PHRASES.get(error.status_code, "the request was refused")
-        return JSONResponse(_error_body(error.status_code, message), error.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        # Names of fields come back; values never do.
-        place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
-        kind = first["type"]
-        message = "the body is not valid JSON" if kind == "json_invalid" else str(first["msg"])[:300]
-        if place and kind != "json_invalid":
-            message = f"{place}: {message}"
-        return JSONResponse(_error_body(400, message, kind, place or None), 400)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(_error_body(500, "the server failed; its log says why"), 500)
+        return ApiError(error.status_code, message, headers=error.headers)
+    if not isinstance(error, RequestValidationError):
+        return ApiError(500, "the server failed; its log says why")
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="json_invalid")
+    # Names of fields come back; values never do.
+    place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
+    message = f"{place}{place and ': '}{str(first['msg'])[:300]}"
+    return ApiError(400, message, code=first["type"], param=place or None)
 
 
 class Guard:
-    """Refuses requests without the key, for another host, or with too much to say; counts what is answered.
+    """Refuses requests without the key, for another host, or with too large a body; counts what is answered.
 
-    api_key   asked of everything but `open_paths`; None: of nothing
-    hosts     names that a request may address the server by; None: any. A server without a key on this machine only
-              answers to its own names, so that no web page can reach it through a name of its own.
+    api_key   required by everything except `open_paths`; None: by nothing
+    hosts     names by which a request may address the server; None: any. Without a key, a server on the loopback
+              interface answers to its own names only, so that no web page can reach it through a name of its own.
     """
 
     def __init__(
@@ -107,11 +103,10 @@ class Guard:
         open_paths: Collection[str],
         hosts: Collection[str] | None,
     ) -> None:
-        self._app, self.limits, self._metrics = app, limits, metrics
+        self._app, self._limits, self._metrics = app, limits, metrics
         self._key = None if api_key is None else _digest(api_key.encode())
         self._open_paths, self._hosts = open_paths, hosts
-        self.held = 0
-        """Bytes of the bodies of all requests under way."""
+        self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
@@ -119,7 +114,8 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        status = 500
+        status, size, whole = 500, 0, False
+        deadline = time.monotonic() + self._limits.body_seconds
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -127,19 +123,43 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        body = _Body(receive, self)
+        async def bounded() -> Message:
+            """The body as it arrives, cut off when it is too large, too slow, or one of too many."""
+            nonlocal size, whole
+            if whole:
+                return await receive()  # that the client has gone: waited for as long as it takes
+            try:
+                message: Any = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise ApiError(408, "the body took too long to arrive", code="body_timeout") from None
+            part = len(message.get("body", b""))
+            size += part
+            self._held += part
+            whole = message["type"] != "http.request" or not message.get("more_body", False)
+            self._check_size(size)
+            if size > _SMALL_BODY and self._held > self._limits.bodies_bytes:
+                busy = "too many large bodies at a time: try again later"
+                raise ApiError(503, busy, code="overloaded", headers={"Retry-After": "1"})
+            return message
+
         try:
             self._check(scope)
-            await self._app(scope, body.receive, watched)
+            await self._app(scope, bounded, watched)
         except ApiError as error:
             await error.response()(scope, receive, watched)
         finally:
-            self.held -= body.size
+            self._held -= size
             self._metrics.requests.add(1, getattr(scope.get("route"), "path", "other"), str(status))
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limits.body_bytes:
+            message = f"the body is larger than {self._limits.body_bytes:,} bytes"
+            raise ApiError(413, message, code="body_too_large")
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of those that come twice, the first counts
-        if self._hosts is not None and _host_name(headers.get(b"host", b"")) not in self._hosts:
+        host = _HOST.match(headers.get(b"host", b"").decode("latin-1").strip().lower())
+        if self._hosts is not None and host and host[0] not in self._hosts:
             raise ApiError(403, "this server does not answer to that host name: set an API key to open it to others")
         if self._key is not None and scope["path"] not in self._open_paths:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -152,46 +172,7 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self.limits.body_bytes:
-            raise _too_large(self.limits)
-
-
-class _Body:
-    """A request's body as it arrives, cut off when it is too large, too slow, or one of too many."""
-
-    def __init__(self, receive: Receive, guard: Guard) -> None:
-        self._receive, self._guard = receive, guard
-        self.size = 0
-        self._whole = False
-        self._deadline = time.monotonic() + guard.limits.body_seconds
-
-    async def receive(self) -> Message:
-        if self._whole:
-            return await self._receive()  # that the client has gone: waited for as long as it takes
-        try:
-            message: Any = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
-        except TimeoutError:
-            raise ApiError(408, "the body took too long to arrive", code="body_timeout") from None
-        guard, limits, part = self._guard, self._guard.limits, len(message.get("body", b""))
-        self.size += part
-        guard.held += part
-        self._whole = message["type"] != "http.request" or not message.get("more_body", False)
-        if self.size > limits.body_bytes:
-            raise _too_large(limits)
-        if self.size > _SMALL_BODY and guard.held > limits.bodies_bytes:
-            raise ApiError(
-                503, "too many large bodies at a time: try again", code="overloaded", headers={"Retry-After": "1"}
-            )
-        return message
-
-
-def _too_large(limits: Limits) -> ApiError:
-    return ApiError(413, f"the body is larger than {limits.body_bytes:,} bytes", code="body_too_large")
-
-
-def _host_name(value: bytes) -> str:
-    text = value.decode("latin-1").strip().lower()
-    return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
+        self._check_size(int(length) if length.isdigit() and len(length) <= 18 else sys.maxsize)
 
 
 def _digest(value: bytes) -> bytes:

@@ -17,73 +17,68 @@ class Number:
         self._lock = threading.Lock()
 
     def add(self, amount: float = 1, *labels: str) -> None:
-        """Count."""
+        """Add to the value."""
         with self._lock:
             self._values[labels] = self._values.get(labels, 0) + amount
 
-    def set(self, value: float, *labels: str) -> None:
-        """Say what it is now."""
-        self._values[labels] = value
+    def set(self, value: float) -> None:
+        """Set the value of a number without labels."""
+        self._values[()] = value
 
     @property
     def value(self) -> float:
-        """What it is now, where it has no labels."""
+        """The value of a number without labels."""
         return self._values[()]
 
     def lines(self) -> Iterator[str]:
-        """Its part of the page."""
+        """The lines of this number on the page."""
+        yield f"# HELP {self.name} {self.about}"
+        yield f"# TYPE {self.name} {self.kind}"
         with self._lock:
-            values = list(self._values.items())
-        yield from self._head()
-        for held, value in values:
-            named = ",".join(f'{name}="{text}"' for name, text in zip(self.labels, held, strict=True))
-            shown = int(value) if value == int(value) else f"{value:.9g}"
-            yield f"{self.name}{f'{{{named}}}' if named else ''} {shown}"
+            samples = list(self._samples())
+        for name, value in samples:
+            yield f"{name} {int(value) if value == int(value) else f'{value:.9g}'}"
 
-    def _head(self) -> tuple[str, str]:
-        return f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}"
+    def _samples(self) -> Iterator[tuple[str, float]]:
+        for held, value in self._values.items():
+            named = ",".join(f'{name}="{text}"' for name, text in zip(self.labels, held, strict=True))
+            yield f"{self.name}{{{named}}}" if named else self.name, value
 
 
 class Histogram(Number):
-    """How often a duration fell below each of some bounds."""
+    """How many durations were at most as long as each of some bounds."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         super().__init__("histogram", name, about)
         self._bounds, self._counts = bounds, [0] * (len(bounds) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count a duration."""
         with self._lock:
             self._counts[bisect_left(self._bounds, seconds)] += 1
             self._values[()] += seconds
 
-    def lines(self) -> Iterator[str]:
-        """Its part of the page."""
-        with self._lock:
-            counts, total = list(self._counts), self._values[()]
-        yield from self._head()
-        below = 0
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], counts, strict=True):
-            below += count
-            yield f'{self.name}_bucket{{le="{bound}"}} {below}'
-        yield from (f"{self.name}_sum {total:.9g}", f"{self.name}_count {below}")
+    def _samples(self) -> Iterator[tuple[str, float]]:
+        for number, bound in enumerate([*self._bounds, "+Inf"]):
+            yield f'{self.name}_bucket{{le="{bound}"}}', sum(self._counts[: number + 1])
+        yield f"{self.name}_sum", self.value
+        yield f"{self.name}_count", sum(self._counts)
 
 
 class Metrics:
     """Everything that a server counts."""
 
     def __init__(self) -> None:
-        def counter(name: str, about: str, labels: Sequence[str] = ()) -> Number:
-            return Number("counter", f"gss_{name}_total", about, labels)
-
-        self.requests = counter("requests", "Requests by route and status.", ("route", "status"))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.prompt_tokens_read = counter("prompt_tokens_read", "Of those, read by the model.")
-        self.prompt_tokens_reused = counter("prompt_tokens_reused", "Of those, spared by states that were kept.")
-        self.generated_tokens = counter("generated_tokens", "Tokens produced.")
+        self.requests = Number("counter", "gss_requests_total", "Requests by route and status.", ("route", "status"))
+        self.prompt_tokens = Number("counter", "gss_prompt_tokens_total", "Tokens of prompts.")
+        self.prompt_tokens_read = Number("counter", "gss_prompt_tokens_read_total", "Of those, read by the model.")
+        self.prompt_tokens_reused = Number(
+            "counter", "gss_prompt_tokens_reused_total", "Of those, saved by states in the prefix cache."
+        )
+        self.generated_tokens = Number("counter", "gss_generated_tokens_total", "Tokens produced.")
         self.running = Number("gauge", "gss_running_sequences", "Sequences in the batch.")
         self.waiting = Number("gauge", "gss_waiting_jobs", "Prompts that wait or are being read.")
-        self.cache_bytes = Number("gauge", "gss_prefix_cache_bytes", "Memory of states that are kept.")
+        self.cache_bytes = Number("gauge", "gss_prefix_cache_bytes", "Memory of the states in the prefix cache.")
         self.state_bytes = Number("gauge", "gss_state_bytes_per_sequence", "Memory of one new sequence's state.")
         self.step_seconds = Histogram("gss_step_seconds", "A token for every running sequence.", _STEPS)
         self.first_token_seconds = Histogram("gss_first_token_seconds", "From arrival to the first text.", _SECONDS)

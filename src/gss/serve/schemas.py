@@ -71,117 +71,103 @@ class CompletionRequest(SamplingRequest):
         return Sampling(**{name: value for name in OPTIONS if (value := getattr(self, name)) is not None})
 
 
+class Message(Request):
+    """A turn of a dialogue."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class ChatRequest(SamplingRequest):
+    """OpenAI's chat completions, as far as a model that continues texts can answer them.
+
+    The models are not trained to follow instructions; this is for clients that speak no other interface.
+    """
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Most tokens to produce; 256 by default.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
+    n: int | None = Field(1, ge=1, lt=2**31, description="Answers.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
+    stop: str | Texts | None = Field(None, description="End before any of these, besides the next turn.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored.")
+
+    def completion(self) -> CompletionRequest:
+        """The request to continue the dialogue as a plain text, up to where somebody else would speak."""
+        names = {"user": "User", "assistant": "Assistant"}
+        turns = [f"{names[m.role]}: {m.content}" if m.role in names else m.content for m in self.messages]
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = self.model_dump(exclude={"messages", "max_tokens", "max_completion_tokens", "stop", "stream_options"})
+        return CompletionRequest(
+            **given,
+            prompt="\n\n".join([*turns, "Assistant:"]),
+            max_tokens=self.max_completion_tokens or self.max_tokens or 256,
+            stop=["\nUser:", *stop],
+            stream_options=self.stream_options,
+        )
+
+
 class TokenizeRequest(Request):
-    """A text to cut up."""
+    """A text to tokenize."""
 
     prompt: str
     model: str | None = None
 
 
 class DetokenizeRequest(Request):
-    """Tokens to put together."""
+    """Tokens to turn into text."""
 
     tokens: TokenIds
     model: str | None = None
 
 
-class Usage(BaseModel):
-    """Counts of tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+def _answer(name: str, about: str, **fields: Any) -> Any:
+    """The shape of an answer, for the OpenAPI description: its fields, which are required, and their types."""
+    required = {field: (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __doc__=about, **required)  # type: ignore[call-overload]
 
 
-class Logprobs(BaseModel):
-    """Scores of tokens, each list with one item a token."""
+_many: Any = list.__class_getitem__  # list[…] of a model that is made here, which type checkers do not know
+Ending = Literal["stop", "length"] | None
+Usage = _answer("Usage", "Counts of tokens.", prompt_tokens=int, completion_tokens=int, total_tokens=int)
+Logprobs = _answer(
+    "Logprobs",
+    "Scores of tokens, one item per token in each list.",
+    tokens=list[str],
+    token_logprobs=list[float | None],
+    top_logprobs=list[dict[str, float] | None],
+    text_offset=list[int],
+    token_ids=list[int],
+)
+Choice = _answer("Choice", "A continuation.", index=int, text=str, logprobs=Logprobs | None, finish_reason=Ending)
+ChatChoice = _answer("ChatChoice", "An answer; streamed, a `delta`.", index=int, message=Message, finish_reason=Ending)
+_HEAD: dict[str, Any] = {"id": str, "created": int, "model": str, "usage": Usage}
+Completion = _answer("Completion", "Continuations.", object=Literal["text_completion"], choices=_many(Choice), **_HEAD)
+ChatCompletion = _answer(
+    "ChatCompletion", "Answers of a chat.", object=Literal["chat.completion"], choices=_many(ChatChoice), **_HEAD
+)
+ModelCard = _answer("ModelCard", "The model.", id=str, object=Literal["model"], created=int, owned_by=str)
+ModelList = _answer("ModelList", "All models.", object=Literal["list"], data=_many(ModelCard))
+Tokens = _answer("Tokens", "The tokens of a text.", tokens=list[int], pieces=list[str], count=int)
+Text = _answer("Text", "The text of tokens.", prompt=str)
+Health = _answer("Health", "Whether the server works.", status=Literal["ok", "stopped"])
+Wrong = _answer("ErrorDetail", "What is wrong.", message=str, type=str, param=str | None, code=str | None)
+Error = _answer("Error", "The body of every answer that is an error.", error=Wrong)
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-    token_ids: list[int]
-
-
-class Choice(BaseModel):
-    """One continuation."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class Completion(BaseModel):
-    """The answer, or one chunk of a stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    """The models that are served."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Tokens(BaseModel):
-    """A text's tokens."""
-
-    tokens: list[int]
-    pieces: list[str]
-    count: int
-
-
-class Text(BaseModel):
-    """Tokens' text."""
-
-    prompt: str
-
-
-class Health(BaseModel):
-    """Whether the server works."""
-
-    status: Literal["ok", "stopped"]
-
-
-class ErrorDetail(BaseModel):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    """The body of every answer that is an error."""
-
-    error: ErrorDetail
-
-
+_STATUSES = {
+    400: "Something in the request is wrong or beyond a limit; `param` names it.",
+    401: "The API key is missing or wrong.",
+    403: "Addressed to another host.",
+    404: "No such model.",
+    408: "It took too long.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "The queue is full: try again later.",
+    503: "The server is about to stop.",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Error, "description": "Something in the request is wrong or beyond a limit; `param` names it."},
-    401: {"model": Error, "description": "The API key is missing or wrong."},
-    403: {"model": Error, "description": "Addressed to another host."},
-    404: {"model": Error, "description": "No such model."},
-    408: {"model": Error, "description": "It took too long."},
-    413: {"model": Error, "description": "The body is too large."},
-    415: {"model": Error, "description": "The body is not application/json."},
-    429: {"model": Error, "description": "As many requests wait as may: try again later."},
-    503: {"model": Error, "description": "The server is about to stop."},
+    status: {"model": Error, "description": about} for status, about in _STATUSES.items()
 }
