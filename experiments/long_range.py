@@ -26,8 +26,9 @@ _CAPTION = "Loss by the number of true tokens before the last 512"
 _TEXT = """## How far back does it look?
 
 The figure has the loss of the last 512 tokens of a window by the number of true tokens before them; the tokens before
-those come from another document. The effective context is the number of true tokens beyond which at most 5% of the
-whole gain is left, with the interval of 95% of resampled documents ([method](probe.md))."""
+those come from another document. The effective context is the number of true tokens beyond which at most 5% is left of
+the gain from the fewest true tokens in the figure to the most, with the interval of 95% of resampled documents
+([method](probe.md))."""
 
 
 def context(folder: Path, images: str) -> str:
