@@ -114,8 +114,8 @@ class LM:
         True
         """
         options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
-        drawing = {"sampling": Sampling(**sampling), "precision": precision}
-        return stream_text(self.model, self.tokenizer, prompt, **options, **drawing)
+        options |= {"sampling": Sampling(**sampling), "precision": precision}
+        return stream_text(self.model, self.tokenizer, prompt, **options)
 
     def read(
         self,

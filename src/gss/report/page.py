@@ -5,7 +5,7 @@ The page loads nothing from elsewhere, and all text is escaped.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -27,7 +27,7 @@ from gss.report.figures import (
     training_pictures,
 )
 from gss.report.runs import RunRecord, read_runs
-from gss.report.scores import BUDGET, Scores, same_tokens, scores
+from gss.report.scores import Scores, Show, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
 from gss.training.config import flattened
 from gss.training.progress import duration
@@ -41,32 +41,22 @@ def write_report(
     runs: Sequence[str | Path],
     out: str | Path,
     *,
-    data: str | Path | None = None,
-    max_tokens: int = BUDGET,
-    lengths: Sequence[int] | None = None,
-    again: bool = False,
-    device: str = "cpu",
     prompt: str | None = None,
-    show: Callable[[str, float], None] = lambda stage, share: None,
+    show: Show = lambda stage, share: None,
+    **scoring: Any,
 ) -> Path:
     """Write a report on one or several runs as one HTML file and return its path.
 
-    data            a corpus to score the runs on if no scores are stored; None: each run's own, if it still exists
-    max_tokens      the most held-out tokens to score at each length; 0: score nothing
-    lengths         lengths to score at; None: those of the paper's that documents reach
-    again           score again, even where scores are stored
-    device          where runs are scored
-    prompt          for the samples; None: the run's newest sample if it has one, else a new document
-    show            called with the current stage and the share of it that is done
+    prompt     for the samples; None: the run's newest sample if it has one, else a new document
+    show       called with the current stage and the share of it that is done
+    scoring    options of `gss.report.scores.scores`: data, max_tokens, lengths, again, device
     """
     require_matplotlib()
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens must be 0 or more, not {max_tokens}")
     target = Path(out)
     if target.is_dir():
         raise ValueError(f"{target} is a folder: give a file for the report, for example {target / 'report.html'}")
     found = read_runs([Path(run) for run in runs])
-    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show, again, device) for run in found]
+    scored = [scores(run, show, **scoring) for run in found]
     target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():
@@ -249,8 +239,7 @@ def difference_table(runs: Sequence[RunRecord]) -> Table | None:
     flats = []
     for run in runs:
         data = {f"data.{name}": str(run.data[name])[:12] for name in ("hash", "tokenizer") if run.data.get(name)}
-        flat: Mapping[str, Any] = {**flattened(run.config), **data}
-        flats.append({name: _value(value) for name, value in flat.items()})
+        flats.append({name: _value(value) for name, value in (flattened(run.config) | data).items()})
     rows: list[Sequence[str]] = [
         [name, *cells]
         for name in dict.fromkeys(name for flat in flats for name in flat)
@@ -272,18 +261,13 @@ def _length(length: int | None) -> str:
 
 
 def _value(value: Any) -> str:
-    match value:
-        case None:
-            return "none"
-        case list():
-            return ", ".join(map(_value, value)) or "empty"
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:g}"
-    return str(value) or "empty"
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "empty"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else value or "empty"
 
 
 def _table(table: Table) -> str:
