@@ -17,7 +17,7 @@ from gss.decode.request import Finish
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
-__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_text", "stream_texts"]
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_texts"]
 
 
 def stream(
@@ -40,11 +40,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = Non
     text: list[int] = tokenizer.encode(prompt).tolist()
     continues = state is not None and int(state.position.max()) > 0
     return text if text and continues else [tokenizer.eos_id, *text]
-
-
-def stream_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> Iterator[str]:
-    """The continuation of a prompt, piece by piece, each whole characters; options are those of `stream_texts`."""
-    return (piece.text for piece in stream_texts(model, tokenizer, [prompt], **options) if piece.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +124,8 @@ def first_state(model: LanguageModel) -> ModelState | None:
 
 
 def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> str:
-    """The continuation of a prompt as one text; options are those of `stream_text`."""
-    return "".join(stream_text(model, tokenizer, prompt, **options))
+    """The continuation of a prompt as one text; options are those of `stream_texts`."""
+    return "".join(piece.text for piece in stream_texts(model, tokenizer, [prompt], **options))
 
 
 class TextPieces:

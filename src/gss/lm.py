@@ -10,7 +10,7 @@ import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import first_state, prompt_ids, read, stream_text
+from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
 from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
@@ -115,7 +115,8 @@ class LM:
         """
         options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
         options |= {"sampling": Sampling(**sampling), "precision": precision}
-        return stream_text(self.model, self.tokenizer, prompt, **options)
+        pieces = stream_texts(self.model, self.tokenizer, [prompt], **options)
+        return (piece.text for piece in pieces if piece.text)
 
     def read(
         self,

@@ -38,7 +38,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
     require_new(target)
-    model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
+    lm = load(folder, step=step, weights="fp32")
+    model, tokenizer = lm.model, lm.tokenizer
     if model.first is not None:
         raise ValueError(
             f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
@@ -59,9 +60,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
         convert_tokenizer(tokenizer).save_pretrained(aside)
         write_file(aside / f"{MODULE}.py", _CODE)
         tokenizer.save(aside / VOCABULARY)
-        card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
-        write_file(aside / "README.md", card)
-        write_json(aside / EXPORTED, {"step": step, "config": settings, "data": data})
+        write_file(aside / "README.md", model_card(target.resolve().name, lm, settings, data))
+        write_json(aside / EXPORTED, {"step": lm.step, "config": settings, "data": data})
     return target
 
 

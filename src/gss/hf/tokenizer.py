@@ -88,15 +88,8 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         self.pieces = SentencePieceTokenizer(content, eos, vocab_file or "the .model file")
         self._names = sentencepiece.SentencePieceProcessor(model_proto=content)
         kwargs |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.pieces.eos)
-        kwargs.setdefault("padding_side", "left")
-        super().__init__(
-            **{
-                **kwargs,
-                "split_special_tokens": True,
-                "special_tokens_pattern": "bos",
-                "clean_up_tokenization_spaces": False,
-            }
-        )
+        kwargs |= {"split_special_tokens": True, "special_tokens_pattern": "bos", "clean_up_tokenization_spaces": False}
+        super().__init__(**{"padding_side": "left", **kwargs})
 
     @property
     def vocab_size(self) -> int:
