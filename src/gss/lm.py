@@ -113,8 +113,8 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
-        options |= {"sampling": Sampling(**sampling), "precision": precision}
+        options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state}
+        options |= {"sampling": Sampling(**sampling), "precision": precision, "speculate": speculate}
         pieces = stream_texts(self.model, self.tokenizer, [prompt], **options)
         return (piece.text for piece in pieces if piece.text)
 
@@ -213,8 +213,7 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
     with written_folder(target) as aside:
         kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
         write_json(aside / "config.json", kept)
-        if (source / "data.json").is_file():
-            seen = read_json(source / "data.json")
+        if seen := read_json(source / "data.json"):
             write_json(aside / "data.json", {name: value for name, value in seen.items() if name != "folder"})
         lm.tokenizer.save(aside / "tokenizer")
         checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})

@@ -46,8 +46,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
             "from, and use the state with gss"
         )
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
-    if data:
-        data.pop("folder", None)  # a path of the machine that trained
+    data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
         exported = GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id)
         exported.config.auto_map = {name: f"{MODULE}.{own}" for name, own in _CLASSES.items()}

@@ -259,6 +259,5 @@ def _rows(contexts: list[int], losses: npt.NDArray[np.float64], counts: Numbers)
 def _ids(dataset: Dataset, places: list[tuple[int, int, int]]) -> Numbers:
     """Tokens start … stop − 1 of each (document, start, stop), as rows."""
     begins = dataset.starts
-    return np.stack([dataset.tokens[begins[d] + start : begins[d] + stop] for d, start, stop in places]).astype(
-        np.int64
-    )
+    rows = [dataset.tokens[begins[document] + start : begins[document] + stop] for document, start, stop in places]
+    return np.stack(rows).astype(np.int64)

@@ -17,15 +17,7 @@ from gss.accounting import account
 from gss.io.files import write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
-from gss.report.figures import (
-    Picture,
-    binary,
-    context_pictures,
-    length_pictures,
-    memory_pictures,
-    state_spaces,
-    training_pictures,
-)
+from gss.report import figures
 from gss.report.runs import RunRecord, read_runs
 from gss.report.scores import Scores, Show, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
@@ -72,7 +64,7 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
         intro = _paragraph("intro", "Settings that are not the same in all of these runs.")
         same = _paragraph("note", "All settings of these runs are the same.")
         sections["What differs"] = intro + _table(table) if table else same
-    sections["Training"] = _figures(training_pictures(runs, scored)) + "".join(
+    sections["Training"] = _figures(figures.training_pictures(runs, scored)) + "".join(
         _paragraph("note", f"{run.name} has no numbers by step: it was imported, or has not begun.")
         for run in runs
         if not run.training
@@ -148,7 +140,7 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
     if not same_tokens(scored):
         other = "These runs were not scored on the same tokens, so their figures do not compare"
         content += _paragraph("note", f"{other}: --again scores them again.")
-    content += _figures([*length_pictures(runs, scored), *context_pictures(runs)])
+    content += _figures([*figures.length_pictures(runs, scored), *figures.context_pictures(runs)])
     missing = [f"{run.name}: {score.missing}" for run, score in zip(runs, scored, strict=True) if score.missing]
     return content + "".join(_paragraph("note", text) for text in missing)
 
@@ -160,7 +152,7 @@ def _memory(runs: list[RunRecord]) -> str:
     )
     content = _paragraph("intro", intro)
     for index, run in enumerate(runs):
-        now, start = state_spaces(run)
+        now, start = figures.state_spaces(run)
         if len(runs) > 1:
             content += f'<h3 class="named" {_mark(index)}>{escape(run.name)}</h3>'
         if not now:
@@ -168,7 +160,7 @@ def _memory(runs: list[RunRecord]) -> str:
             content += _paragraph("note", f"nothing to draw: {trouble}")
             continue
         name = re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-").lower() or "run"
-        content += _figures(memory_pictures(f"{name}-{index + 1}", now, start))
+        content += _figures(figures.memory_pictures(f"{name}-{index + 1}", now, start))
         if not start:
             unknown = "Where this model started is not known: its folder has no seed, or was imported."
             content += _paragraph("note", unknown)
@@ -257,7 +249,7 @@ def size(count: float) -> str:
 
 
 def _length(length: int | None) -> str:
-    return "whole" if length is None else binary(length)
+    return "whole" if length is None else figures.binary(length)
 
 
 def _value(value: Any) -> str:
@@ -283,7 +275,7 @@ def _table(table: Table) -> str:
     return f'<div class="scroll" tabindex="0">{inside}</div>'
 
 
-def _figures(pictures: Iterable[Picture]) -> str:
+def _figures(pictures: Iterable[figures.Picture]) -> str:
     """Pictures side by side, each with its title and caption."""
     return _beside(
         f"<figure><h3>{escape(picture.title)}</h3>{svg(picture.figure, picture.name, picture.title)}"
