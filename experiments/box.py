@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +347,7 @@ def main() -> None:
     clock.say("scored")
     lm = load(box)
     known["memory"] = time_constants(lm.model)
-    known["line_breaks"] = line_breaks(lm, [held_out.document(number) for number in range(min(4, len(held_out)))])
+    known["line_breaks"] = line_breaks(lm, islice(held_out.documents(), 4))
     text = lm.generate(PROMPT, max_tokens=200, temperature=TEMPERATURE)
     known["samples"] = samples(lm, 10 if arguments.trial else TOKENS)
     known["sample"] = {"prompt": PROMPT, "temperature": TEMPERATURE, "seed": 0, "text": PROMPT + text}

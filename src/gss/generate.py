@@ -17,7 +17,7 @@ from gss.decode.request import Finish
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
-__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_text", "stream_texts"]
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_texts"]
 
 
 def stream(
@@ -42,11 +42,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = Non
     return text if text and continues else [tokenizer.eos_id, *text]
 
 
-def stream_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> Iterator[str]:
-    """The continuation of a prompt, piece by piece, each whole characters; options are those of `stream_texts`."""
-    return (piece.text for piece in stream_texts(model, tokenizer, [prompt], **options) if piece.text)
-
-
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """Something new of one continuation."""
@@ -68,18 +63,16 @@ def stream_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    n: int = 1,
     max_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
     stop: Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
     speculate: bool = True,
     rows: int = 64,
+    **options: Any,
 ) -> Iterator[TextPiece]:
-    """`n` continuations of each prompt, from consecutive seeds, up to `rows` side by side; each ends before any of the
-    `stop` strings.
+    """Continuations of each prompt, up to `rows` side by side; each ends before any of the `stop` strings. The other
+    options are those of `Request`: how many (`n`), from which `seed`, and the `sampling`.
 
     The model reads the end-of-document id first, as it does at a document's start in training; not after a `state`
     that has read something, its own first state included.
@@ -91,10 +84,10 @@ def stream_texts(
     if state is not None and "" in prompts:
         raise ValueError("the prompt is empty: with a state, give the text that comes next")
     before = state or first_state(model)
-    options: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "sampling": sampling or Sampling(), "seed": seed}
-    options |= {"eos_id": tokenizer.eos_id, "state": state}
+    options |= {"max_tokens": max_tokens, "eos_id": tokenizer.eos_id, "state": state}
     requests = [Request(prompt=prompt_ids(tokenizer, prompt, before), **options) for prompt in prompts]
-    engine = Engine(model, rows=min(rows, n * len(prompts)), precision=precision, speculate=speculate)
+    wanted = sum(request.n for request in requests)
+    engine = Engine(model, rows=min(rows, wanted), precision=precision, speculate=speculate)
     for request in requests:
         engine.submit(request)
     return _texts(engine, tokenizer, requests, stop)
@@ -131,8 +124,8 @@ def first_state(model: LanguageModel) -> ModelState | None:
 
 
 def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **options: Any) -> str:
-    """The continuation of a prompt as one text; options are those of `stream_text`."""
-    return "".join(stream_text(model, tokenizer, prompt, **options))
+    """The continuation of a prompt as one text; options are those of `stream_texts`."""
+    return "".join(piece.text for piece in stream_texts(model, tokenizer, [prompt], **options))
 
 
 class TextPieces:

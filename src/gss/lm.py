@@ -10,7 +10,7 @@ import torch
 
 from gss import box
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import first_state, prompt_ids, read, stream_text
+from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
 from gss.io.files import read_json, require_new, write_json, written_folder
 from gss.io.runs import load_model, read_config
@@ -113,9 +113,10 @@ class LM:
         >>> "".join(pieces) == lm.generate("the ", max_tokens=5, temperature=0)
         True
         """
-        options = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state, "speculate": speculate}
-        drawing = {"sampling": Sampling(**sampling), "precision": precision}
-        return stream_text(self.model, self.tokenizer, prompt, **options, **drawing)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state}
+        options |= {"sampling": Sampling(**sampling), "precision": precision, "speculate": speculate}
+        pieces = stream_texts(self.model, self.tokenizer, [prompt], **options)
+        return (piece.text for piece in pieces if piece.text)
 
     def read(
         self,
@@ -212,8 +213,7 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
     with written_folder(target) as aside:
         kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
         write_json(aside / "config.json", kept)
-        if (source / "data.json").is_file():
-            seen = read_json(source / "data.json")
+        if seen := read_json(source / "data.json"):
             write_json(aside / "data.json", {name: value for name, value in seen.items() if name != "folder"})
         lm.tokenizer.save(aside / "tokenizer")
         checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})

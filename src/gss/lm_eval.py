@@ -127,23 +127,19 @@ class GSSLM(TemplateLM):
         return texts
 
     def _scores(self, rows: list[Row], quiet: bool) -> list[tuple[float, bool]]:
-        """`_score` in batches of rows of similar length; results are in the order of the rows."""
+        """For each row: the log-probability of the ids that count, and whether each is the likeliest.
+
+        Rows of similar length are scored side by side, the longest first.
+        """
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
-        found: dict[int, tuple[float, bool]] = {}
+        total, greedy = torch.zeros(len(rows), dtype=torch.float64), torch.ones(len(rows), dtype=torch.bool)
         for start in tqdm(range(0, len(order), self.batch_size), desc="scoring", disable=quiet):
             chosen = order[start : start + self.batch_size]
-            found.update(zip(chosen, self._score([rows[row] for row in chosen]), strict=True))
-        return [found[row] for row in range(len(rows))]
-
-    def _score(self, rows: list[Row]) -> list[tuple[float, bool]]:
-        """For each row, longest first: the log-probability of the ids that count, and whether each is the likeliest."""
-        total = torch.zeros(len(rows), dtype=torch.float64)
-        greedy = torch.ones(len(rows), dtype=torch.bool)
-        skipped = [first - 1 for _, first in rows]
-        for part in score_sequences(self.model, [ids for ids, _ in rows], skip=skipped, piece=self.piece):
-            live = slice(len(part.counted))
-            total[live] += part.log_probability.sum(1)
-            greedy[live] &= part.likeliest.all(1)
+            ids, skipped = [rows[row][0] for row in chosen], [rows[row][1] - 1 for row in chosen]
+            for part in score_sequences(self.model, ids, skip=skipped, piece=self.piece):
+                live = chosen[: len(part.counted)]
+                total[live] += part.log_probability.sum(1)
+                greedy[live] &= part.likeliest.all(1)
         return list(zip(total.tolist(), greedy.tolist(), strict=True))
 
 

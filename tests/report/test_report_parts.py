@@ -56,7 +56,7 @@ def test_kernels_are_the_models(lab: Lab) -> None:
 
 def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
     run = read_run(lab.dss)
-    first = scores(run, None, 900, [32, 128], silent)
+    first = scores(run, silent, max_tokens=900, lengths=[32, 128])
     assert first.result is not None
     expected = evaluate(gss.load(lab.dss).model, open_dataset(lab.data, "valid"), [32, 128], max_tokens=900)
     assert [row.loss for row in first.result.rows] == [row.loss for row in expected.rows]
@@ -64,9 +64,9 @@ def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
     def never(stage: str, share: float) -> None:
         raise AssertionError("scored again")
 
-    assert scores(run, None, 900, None, never) == first
-    assert scores(run, lab.data, 0, [32, 128], never) == first
-    anew = scores(run, None, 500, [32, 128], silent, again=True)
+    assert scores(run, never, max_tokens=900) == first
+    assert scores(run, never, data=lab.data, max_tokens=0, lengths=[32, 128]) == first
+    anew = scores(run, silent, max_tokens=500, lengths=[32, 128], again=True)
     assert anew.result is not None
     assert anew.result.tokens == 500
     assert not same_tokens([first, anew])
@@ -78,7 +78,7 @@ def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
     kept.write_text(json.dumps({**facts, "step": 11}))
     (lab.dss / "evaluations" / "broken.json").write_text("[")
     (lab.dss / "evaluations" / "odd.json").write_text('{"rows": [{"length": 3}]}')
-    assert scores(run, None, 0, None, silent).result is None
+    assert scores(run, silent, max_tokens=0).result is None
 
 
 def test_scores_on_another_corpus_are_not_the_runs_own(lab: Lab, tmp_path: Path) -> None:
@@ -88,18 +88,18 @@ def test_scores_on_another_corpus_are_not_the_runs_own(lab: Lab, tmp_path: Path)
         (tmp_path / "text" / split / "one.txt").write_text(f"another corpus, {split}. " * 20)
     prepare([str(tmp_path / "text")], tmp_path / "other", load_tokenizer("bytes"), workers=1)
     run = read_run(lab.dss)
-    foreign = scores(run, tmp_path / "other", 300, [32], silent)
+    foreign = scores(run, silent, data=tmp_path / "other", max_tokens=300, lengths=[32])
     assert foreign.result is not None
-    assert scores(run, None, 0, None, silent).result is None
-    own = scores(run, None, 300, [32], silent)
+    assert scores(run, silent, max_tokens=0).result is None
+    own = scores(run, silent, max_tokens=300, lengths=[32])
     assert own.data == run.data["hash"] != foreign.data
     # Neither has taken the other's place, and a file of the name that an older version gave is read as well.
     assert len(list((lab.dss / "evaluations").iterdir())) == 2
     (kept,) = (lab.dss / "evaluations").glob(f"*-{own.data[:12]}.json")
     kept.rename(kept.with_name("valid-step-00000012.json"))
-    assert scores(run, None, 0, None, silent) == own
+    assert scores(run, silent, max_tokens=0) == own
     # Of one document there is no standard error: JSON has null, a report NaN.
-    again = scores(run, tmp_path / "other", 0, None, silent).result
+    again = scores(run, silent, data=tmp_path / "other", max_tokens=0).result
     assert again is not None
     assert math.isnan(again.rows[0].standard_error)
     (kept,) = (lab.dss / "evaluations").glob(f"*-{foreign.data[:12]}.json")
@@ -114,7 +114,7 @@ def test_missing_validation_data_is_said(lab: Lab, tmp_path: Path) -> None:
         ({}, "does not say where its data is"),
     ):
         (lab.dss / "data.json").write_text(json.dumps(facts))
-        found = scores(read_run(lab.dss), None, 900, None, silent)
+        found = scores(read_run(lab.dss), silent, max_tokens=900)
         assert found.result is None
         assert words in found.missing
     text = write_report([lab.dss], tmp_path / "report.html").read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ def test_folders_that_are_no_runs(tmp_path: Path, content: str, words: str) -> N
 
 def test_every_axis_is_named_and_nothing_is_cut_off(lab: Lab) -> None:
     runs = read_runs([lab.hybrid, lab.dss])
-    scored = [scores(run, None, 900, [32, 128], silent) for run in runs]
+    scored = [scores(run, silent, max_tokens=900, lengths=[32, 128]) for run in runs]
     with style():
         pictures = [*training_pictures(runs, scored), *length_pictures(runs, scored)]
         for run in runs:
@@ -187,8 +187,8 @@ def test_every_axis_is_named_and_nothing_is_cut_off(lab: Lab) -> None:
 
 
 def test_runs_scored_on_other_tokens_are_not_compared(lab: Lab, tmp_path: Path) -> None:
-    scores(read_run(lab.dss), None, 500, [32, 128], silent)
-    scores(read_run(lab.hybrid), None, 900, [32, 128], silent)
+    scores(read_run(lab.dss), silent, max_tokens=500, lengths=[32, 128])
+    scores(read_run(lab.hybrid), silent, max_tokens=900, lengths=[32, 128])
     text = write_report([lab.hybrid, lab.dss], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "were not scored on the same tokens" in text
     assert "unigrams" not in text
@@ -199,7 +199,7 @@ def test_runs_scored_on_other_tokens_are_not_compared(lab: Lab, tmp_path: Path) 
 def test_the_papers_figures_stand_beside(lab: Lab) -> None:
     run = read_run(lab.dss)
     run.config["preset"] = "gss-l"
-    score = scores(run, None, 900, [32, 128], silent)
+    score = scores(run, silent, max_tokens=900, lengths=[32, 128])
     table = length_table([run], [score])
     assert table is not None
     assert table.header[:8] == ["perplexity at", "params", "32", "128", "512", "4k", "16k", "65k"]

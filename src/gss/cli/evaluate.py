@@ -101,7 +101,7 @@ def evaluate_command(
 
 def figures(row: "LengthResult") -> list[str]:
     """A row of scores as text: perplexity, its standard error, perplexity per word, bits per byte."""
-    error = "–" if math.isnan(row.standard_error) else f"{row.standard_error:.3f}"
+    error = _number(row.standard_error, ".3f")
     return [f"{row.perplexity:.3f}", error, f"{row.word_perplexity:.4g}", f"{row.bits_per_byte:.3f}"]
 
 

@@ -6,6 +6,7 @@ sequence, so tensors have no batch dimension; complex numbers are two planes, re
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -168,13 +169,11 @@ def _turned_planes(graph: Graph, x: str, real: str, imaginary: str) -> str:
     return graph("Add", graph("Mul", x, real), graph("Mul", other, imaginary))
 
 
-def _times(graph: Graph, x: Any, factor: Any) -> tuple[str, str]:
-    """Complex numbers times others."""
-    (real, imaginary), (cos, sin) = x, factor
-    return (
-        graph("Sub", graph("Mul", real, cos), graph("Mul", imaginary, sin)),
-        graph("Add", graph("Mul", real, sin), graph("Mul", imaginary, cos)),
-    )
+def _turned(graph: Graph, x: str, factor: Sequence[str], axis: int) -> str:
+    """Complex numbers, their real and imaginary parts the halves of x along an axis, times others."""
+    (real, imaginary), (cos, sin) = graph.several("Split", 2, x, axis=axis, num_outputs=2), factor
+    after = graph("Sub", graph("Mul", real, cos), graph("Mul", imaginary, sin))
+    return graph("Concat", after, graph("Add", graph("Mul", real, sin), graph("Mul", imaginary, cos)), axis=axis)
 
 
 def _gss2(graph: Graph, layer: GSS2Layer, x: str, state: State, piece: Piece) -> tuple[str, State]:
@@ -217,17 +216,18 @@ def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> 
     to_middle = middle - np.arange(LONGEST)
     cos, sin = powers(to_middle)  # [h, 64, N]
     back_cos, back_sin = powers(-to_middle)
-    keys = _turned(graph, graph("Mul", graph.rms(keys, 1e-6), graph.constant(energy)), (cos, sin), piece)
+    turn, back = ([graph.first(part, piece.count, 1) for part in t] for t in ((cos, sin), (back_cos, -back_sin)))
+    keys = _turned(graph, graph("Mul", graph.rms(keys, 1e-6), graph.constant(energy)), turn, 2)
     queries = graph("Mul", graph.rms(queries, 1e-6), graph.number(1 / math.sqrt(2 * modes)))
-    queries = _turned(graph, queries, (back_cos, -back_sin), piece)  # by conj(e^(−λ(c−i)))
+    queries = _turned(graph, queries, back, 2)  # by conj(e^(−λ(c−i)))
     inside = graph("Trilu", graph("MatMul", queries, graph.transposed(keys, 0, 2, 1)), upper=0)
-    before = _faded(graph, state, [graph.constant(part[..., None]) for part in powers(middle + 1)])
+    before = _turned(graph, state, [graph.constant(part[..., None]) for part in powers(middle + 1)], 1)
     y = graph("Add", graph("MatMul", inside, values), graph("MatMul", queries, before))
     y = graph("Add", y, graph("Mul", values, graph.parameter(space.skip.reshape(-1, 1, 1))))
     added = graph("MatMul", graph.transposed(keys, 0, 2, 1), values)  # [h, 2N, D], as seen from the middle
     counts = np.arange(1, LONGEST + 1)
     after = [
-        _faded(graph, what, [_row(graph, part, piece) for part in powers(exponents)])
+        _turned(graph, what, [_row(graph, part, piece) for part in powers(exponents)], 1)
         for what, exponents in ((state, counts), (added, counts - 1 - middle))
     ]
     return y, graph("Add", *after)
@@ -237,17 +237,6 @@ def _row(graph: Graph, table: Array, piece: Piece) -> str:
     """The entry of a table [h, 64, N] for the length of the piece: [h, N, 1]."""
     rows = np.ascontiguousarray(table.transpose(1, 0, 2))[..., None]  # [64, h, N, 1]
     return graph("Squeeze", graph("Gather", graph.constant(rows), piece.last), graph.whole(0))
-
-
-def _turned(graph: Graph, x: str, tables: tuple[Array, Array], piece: Piece) -> str:
-    """x [h, L, 2N] times a complex number per head, token and mode."""
-    factor = [graph.first(table, piece.count, 1) for table in tables]
-    return graph("Concat", *_times(graph, graph.several("Split", 2, x, axis=2, num_outputs=2), factor), axis=2)
-
-
-def _faded(graph: Graph, state: str, factor: list[str]) -> str:
-    """S [h, 2N, D] times a complex number per head and mode."""
-    return graph("Concat", *_times(graph, graph.several("Split", 2, state, axis=1, num_outputs=2), factor), axis=1)
 
 
 def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piece: Piece) -> tuple[str, State]:
@@ -260,10 +249,7 @@ def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piec
     if layer.rotary_base is not None:
         frequency = layer.rotary_base ** -(np.arange(width // 2) / (width // 2))
         turn = [graph("Unsqueeze", wave, graph.whole(1)) for wave in waves(graph, piece, frequency)]  # [L, 1, d/2]
-        queries, keys = (
-            graph("Concat", *_times(graph, graph.several("Split", 2, each, axis=2, num_outputs=2), turn), axis=2)
-            for each in (queries, keys)
-        )
+        queries, keys = (_turned(graph, each, turn, 2) for each in (queries, keys))
     queries = graph("Mul", graph.transposed(queries, 1, 0, 2), graph.number(width**-0.5))
     # Cache and piece are attended to apart and meet in the softmax: joining them would copy the whole cache.
     pairs = [(state["keys"], state["values"]), (keys, values)]

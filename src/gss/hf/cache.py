@@ -82,11 +82,6 @@ class StateCache(Cache):
         return self.state is not None
 
     @property
-    def is_compileable(self) -> bool:
-        """No: the cache of full attention grows with every step."""
-        return False
-
-    @property
     def is_croppable(self) -> bool:
         """No: see `crop`."""
         return False

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from gss.data import Tokenizer
-from gss.model import LanguageModel
+from gss.lm import LM
 
 _KINDS = {"gss": "GSS", "dss": "DSS", "attention": "attention"}
 
 
-def model_card(
-    name: str, model: LanguageModel, tokenizer: Tokenizer, step: int, run: Mapping[str, Any], data: Mapping[str, Any]
-) -> str:
+def model_card(name: str, lm: LM, run: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """The text of README.md; `run` and `data` are the contents of a run folder's config.json and data.json, if any."""
+    model, tokenizer, step, _ = lm
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = ", ".join(f"{count} × {_KINDS.get(kind, kind)}" for kind, count in Counter(config.layers).items())

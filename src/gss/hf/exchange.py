@@ -4,7 +4,6 @@ Folders are written aside and renamed, so that they exist completely or not at a
 """
 
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -12,13 +11,15 @@ from gss.config import to_mapping
 from gss.hf.card import model_card
 from gss.hf.config import GSSConfig
 from gss.hf.model import GSSForCausalLM
-from gss.hf.tokenizer import VOCABULARY, convert_tokenizer, read_vocabulary
+from gss.hf.tokenizer import MODULE, VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED, load_model, read_config, read_exported
 from gss.lm import load, run_folder
 
-_MODULE = "modeling_gss"
+# Without `import gss.hf`, `transformers` finds the classes in a file that only imports those of the installed library,
+# not a copy that would go stale: for users who trust it. Of the tokenizers, only SentencePiece's is a class of ours.
+_CLASSES = {"AutoConfig": "GSSConfig", "AutoModelForCausalLM": "GSSForCausalLM"}
 _CODE = '''"""The classes of this model, which are those of the gss library: https://arxiv.org/abs/2206.13947
 
 After `import gss.hf` they are known to transformers, and neither this file nor trust_remote_code is needed.
@@ -37,49 +38,30 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
     require_new(target)
-    model, tokenizer, step, _ = load(folder, step=step, weights="fp32")
+    lm = load(folder, step=step, weights="fp32")
+    model, tokenizer = lm.model, lm.tokenizer
     if model.first is not None:
         raise ValueError(
             f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
             "from, and use the state with gss"
         )
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
-    if data:
-        data.pop("folder", None)  # a path of the machine that trained
+    data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
+        exported = GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id)
+        exported.config.auto_map = {name: f"{MODULE}.{own}" for name, own in _CLASSES.items()}
         try:
-            GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
+            exported.save_pretrained(aside)
         except SafetensorError as error:
             raise OSError(
                 f"could not write the weights to {target}: {error}. Nothing is left there; make room"
             ) from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
-        _add_code(aside)
+        write_file(aside / f"{MODULE}.py", _CODE)
         tokenizer.save(aside / VOCABULARY)
-        card = model_card(target.resolve().name, model, tokenizer, step, settings, data)
-        write_file(aside / "README.md", card)
-        write_json(aside / EXPORTED, {"step": step, "config": settings, "data": data})
+        write_file(aside / "README.md", model_card(target.resolve().name, lm, settings, data))
+        write_json(aside / EXPORTED, {"step": lm.step, "config": settings, "data": data})
     return target
-
-
-def _add_code(folder: Path) -> None:
-    """Let `transformers` find the classes without `import gss.hf`, for users who trust a file that only imports them.
-
-    The code is that of the installed library, not a copy that would go stale.
-    """
-    write_file(folder / f"{_MODULE}.py", _CODE)
-    names = {
-        "config.json": {"AutoConfig": "GSSConfig", "AutoModelForCausalLM": "GSSForCausalLM"},
-        "tokenizer_config.json": {"AutoTokenizer": "GSSSentencePieceTokenizer"},
-    }
-    for name, classes in names.items():
-        settings = read_json(folder / name)
-        found: dict[str, Any] = {auto: f"{_MODULE}.{own}" for auto, own in classes.items()}
-        if name.startswith("tokenizer"):
-            if settings.get("tokenizer_class") != "GSSSentencePieceTokenizer":
-                continue  # a fast tokenizer, which needs no code
-            found = {auto: [own, None] for auto, own in found.items()}
-        write_json(folder / name, {**settings, "auto_map": found})
 
 
 def import_folder(folder: str | Path, out: str | Path) -> Path:

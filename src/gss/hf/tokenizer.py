@@ -22,6 +22,8 @@ from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.io.files import read_json
 
+MODULE = "modeling_gss"
+"""The file in an exported folder that imports our classes."""
 BYTE_EOS = "<|endoftext|>"
 """The name of id 256 of the byte vocabulary, which has none of its own."""
 VOCABULARY = "vocabulary"
@@ -32,7 +34,8 @@ _INPUTS = ["input_ids", "attention_mask"]
 def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     """One of our tokenizers for `transformers`: the same ids for every text, after the end-of-document id."""
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return GSSSentencePieceTokenizer(content=tokenizer.content, eos_token=tokenizer.eos)
+        auto = {"AutoTokenizer": [f"{MODULE}.GSSSentencePieceTokenizer", None]}
+        return GSSSentencePieceTokenizer(content=tokenizer.content, eos_token=tokenizer.eos, auto_map=auto)
     if isinstance(tokenizer, ByteTokenizer):
         fast, eos = byte_level(), BYTE_EOS
     elif isinstance(tokenizer, JsonTokenizer):
@@ -85,15 +88,8 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         self.pieces = SentencePieceTokenizer(content, eos, vocab_file or "the .model file")
         self._names = sentencepiece.SentencePieceProcessor(model_proto=content)
         kwargs |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.pieces.eos)
-        kwargs.setdefault("padding_side", "left")
-        super().__init__(
-            **{
-                **kwargs,
-                "split_special_tokens": True,
-                "special_tokens_pattern": "bos",
-                "clean_up_tokenization_spaces": False,
-            }
-        )
+        kwargs |= {"split_special_tokens": True, "special_tokens_pattern": "bos", "clean_up_tokenization_spaces": False}
+        super().__init__(**{"padding_side": "left", **kwargs})
 
     @property
     def vocab_size(self) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -188,9 +188,10 @@ def probe_context(
         model.train(training)
     if not np.isfinite(sums).all():
         raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
-    _, member = np.unique([block.document for block in blocks], return_inverse=True)
-    counts = np.bincount(member) * targets
-    fresh, replaced = (_by_document(losses, member) for losses in sums)
+    _, blocks_each = np.unique([block.document for block in blocks], return_counts=True)
+    counts = blocks_each * targets
+    # Blocks are in the order of their documents.
+    fresh, replaced = np.add.reduceat(sums, blocks_each.cumsum() - blocks_each, axis=1)
     value, interval, error = effective_context(contexts, replaced, counts)
     return ContextProbe(
         split=dataset.split, documents=len(counts), blocks=len(blocks), tokens=int(counts.sum()),
@@ -255,16 +256,8 @@ def _rows(contexts: list[int], losses: npt.NDArray[np.float64], counts: Numbers)
     return tuple(rows)
 
 
-def _by_document(losses: npt.NDArray[np.float64], member: Any) -> npt.NDArray[np.float64]:
-    """The rows of blocks, summed by document."""
-    sums = np.zeros((int(member.max()) + 1, losses.shape[1]))
-    np.add.at(sums, member, losses)
-    return sums
-
-
 def _ids(dataset: Dataset, places: list[tuple[int, int, int]]) -> Numbers:
     """Tokens start … stop − 1 of each (document, start, stop), as rows."""
     begins = dataset.starts
-    return np.stack([dataset.tokens[begins[d] + start : begins[d] + stop] for d, start, stop in places]).astype(
-        np.int64
-    )
+    rows = [dataset.tokens[begins[document] + start : begins[document] + stop] for document, start, stop in places]
+    return np.stack(rows).astype(np.int64)

@@ -5,7 +5,7 @@ The page loads nothing from elsewhere, and all text is escaped.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -17,17 +17,9 @@ from gss.accounting import account
 from gss.io.files import write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
-from gss.report.figures import (
-    Picture,
-    binary,
-    context_pictures,
-    length_pictures,
-    memory_pictures,
-    state_spaces,
-    training_pictures,
-)
+from gss.report import figures
 from gss.report.runs import RunRecord, read_runs
-from gss.report.scores import BUDGET, Scores, same_tokens, scores
+from gss.report.scores import Scores, Show, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
 from gss.training.config import flattened
 from gss.training.progress import duration
@@ -41,32 +33,22 @@ def write_report(
     runs: Sequence[str | Path],
     out: str | Path,
     *,
-    data: str | Path | None = None,
-    max_tokens: int = BUDGET,
-    lengths: Sequence[int] | None = None,
-    again: bool = False,
-    device: str = "cpu",
     prompt: str | None = None,
-    show: Callable[[str, float], None] = lambda stage, share: None,
+    show: Show = lambda stage, share: None,
+    **scoring: Any,
 ) -> Path:
     """Write a report on one or several runs as one HTML file and return its path.
 
-    data            a corpus to score the runs on if no scores are stored; None: each run's own, if it still exists
-    max_tokens      the most held-out tokens to score at each length; 0: score nothing
-    lengths         lengths to score at; None: those of the paper's that documents reach
-    again           score again, even where scores are stored
-    device          where runs are scored
-    prompt          for the samples; None: the run's newest sample if it has one, else a new document
-    show            called with the current stage and the share of it that is done
+    prompt     for the samples; None: the run's newest sample if it has one, else a new document
+    show       called with the current stage and the share of it that is done
+    scoring    options of `gss.report.scores.scores`: data, max_tokens, lengths, again, device
     """
     require_matplotlib()
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens must be 0 or more, not {max_tokens}")
     target = Path(out)
     if target.is_dir():
         raise ValueError(f"{target} is a folder: give a file for the report, for example {target / 'report.html'}")
     found = read_runs([Path(run) for run in runs])
-    scored = [scores(run, Path(data) if data else None, max_tokens, lengths, show, again, device) for run in found]
+    scored = [scores(run, show, **scoring) for run in found]
     target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():
@@ -82,7 +64,7 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
         intro = _paragraph("intro", "Settings that are not the same in all of these runs.")
         same = _paragraph("note", "All settings of these runs are the same.")
         sections["What differs"] = intro + _table(table) if table else same
-    sections["Training"] = _figures(training_pictures(runs, scored)) + "".join(
+    sections["Training"] = _figures(figures.training_pictures(runs, scored)) + "".join(
         _paragraph("note", f"{run.name} has no numbers by step: it was imported, or has not begun.")
         for run in runs
         if not run.training
@@ -158,7 +140,7 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
     if not same_tokens(scored):
         other = "These runs were not scored on the same tokens, so their figures do not compare"
         content += _paragraph("note", f"{other}: --again scores them again.")
-    content += _figures([*length_pictures(runs, scored), *context_pictures(runs)])
+    content += _figures([*figures.length_pictures(runs, scored), *figures.context_pictures(runs)])
     missing = [f"{run.name}: {score.missing}" for run, score in zip(runs, scored, strict=True) if score.missing]
     return content + "".join(_paragraph("note", text) for text in missing)
 
@@ -170,7 +152,7 @@ def _memory(runs: list[RunRecord]) -> str:
     )
     content = _paragraph("intro", intro)
     for index, run in enumerate(runs):
-        now, start = state_spaces(run)
+        now, start = figures.state_spaces(run)
         if len(runs) > 1:
             content += f'<h3 class="named" {_mark(index)}>{escape(run.name)}</h3>'
         if not now:
@@ -178,7 +160,7 @@ def _memory(runs: list[RunRecord]) -> str:
             content += _paragraph("note", f"nothing to draw: {trouble}")
             continue
         name = re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-").lower() or "run"
-        content += _figures(memory_pictures(f"{name}-{index + 1}", now, start))
+        content += _figures(figures.memory_pictures(f"{name}-{index + 1}", now, start))
         if not start:
             unknown = "Where this model started is not known: its folder has no seed, or was imported."
             content += _paragraph("note", unknown)
@@ -249,8 +231,7 @@ def difference_table(runs: Sequence[RunRecord]) -> Table | None:
     flats = []
     for run in runs:
         data = {f"data.{name}": str(run.data[name])[:12] for name in ("hash", "tokenizer") if run.data.get(name)}
-        flat: Mapping[str, Any] = {**flattened(run.config), **data}
-        flats.append({name: _value(value) for name, value in flat.items()})
+        flats.append({name: _value(value) for name, value in (flattened(run.config) | data).items()})
     rows: list[Sequence[str]] = [
         [name, *cells]
         for name in dict.fromkeys(name for flat in flats for name in flat)
@@ -268,22 +249,17 @@ def size(count: float) -> str:
 
 
 def _length(length: int | None) -> str:
-    return "whole" if length is None else binary(length)
+    return "whole" if length is None else figures.binary(length)
 
 
 def _value(value: Any) -> str:
-    match value:
-        case None:
-            return "none"
-        case list():
-            return ", ".join(map(_value, value)) or "empty"
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:g}"
-    return str(value) or "empty"
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "empty"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else value or "empty"
 
 
 def _table(table: Table) -> str:
@@ -299,7 +275,7 @@ def _table(table: Table) -> str:
     return f'<div class="scroll" tabindex="0">{inside}</div>'
 
 
-def _figures(pictures: Iterable[Picture]) -> str:
+def _figures(pictures: Iterable[figures.Picture]) -> str:
     """Pictures side by side, each with its title and caption."""
     return _beside(
         f"<figure><h3>{escape(picture.title)}</h3>{svg(picture.figure, picture.name, picture.title)}"

@@ -7,18 +7,18 @@ stores what it computes there, so that the next one is quick.
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gss.data import Dataset, open_dataset, require_same
 from gss.evaluation import Evaluation, LengthResult, PositionLoss, evaluate, reachable_lengths
-from gss.io.files import finite, write_file
+from gss.io.files import finite, write_json
 from gss.report.runs import RunRecord
 
 FOLDER = "evaluations"
 SPLIT = "valid"
-BUDGET = 1 << 17
 
 Show = Callable[[str, float], None]
 
@@ -42,10 +42,11 @@ def same_tokens(scored: Sequence[Scores]) -> bool:
 
 def scores(
     run: RunRecord,
-    data: Path | None,
-    max_tokens: int,
-    lengths: Sequence[int] | None,
     show: Show,
+    *,
+    data: str | Path | None = None,
+    max_tokens: int = 1 << 17,
+    lengths: Sequence[int] | None = None,
     again: bool = False,
     device: str = "cpu",
 ) -> Scores:
@@ -56,6 +57,8 @@ def scores(
     again           compute, even where scores are stored
     device          where to compute; the model is on the CPU before and after
     """
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be 0 or more, not {max_tokens}")
     if run.loaded is None:
         return Scores(None, missing=f"no scores: {run.trouble}")
     kept = None if again else _kept(run, data, lengths)
@@ -67,17 +70,14 @@ def scores(
         dataset = _held_out(run, data)
     except (ValueError, OSError) as error:
         return Scores(None, missing=f"no scores: {error}")
-    wanted = lengths or reachable_lengths(run.loaded.model, dataset, max_tokens, run.length)
-    try:
-        result = evaluate(
-            run.loaded.model.to(device),
-            dataset,
-            wanted,
-            max_tokens=max_tokens,
-            report=lambda done, total: show(f"scoring {run.name}", done / total),
-        )
-    finally:
-        run.loaded.model.to("cpu")
+    model = run.loaded.model.to(device)
+    wanted = lengths or reachable_lengths(model, dataset, max_tokens, run.length)
+
+    def report(done: int, total: int) -> None:
+        show(f"scoring {run.name}", done / total)
+
+    result = evaluate(model, dataset, wanted, max_tokens=max_tokens, report=report)
+    model.to("cpu")
     keep(run.folder, run.loaded.step, dataset, result)
     return Scores(result, dataset.hash, dataset.unigram_entropy)
 
@@ -93,49 +93,41 @@ def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> No
     facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy}
     facts |= {"rows": [row.facts() for row in result.rows]}
     path = Path(run) / FOLDER / f"{result.split}-step-{step:08d}-{dataset.hash[:12]}.json"
-    try:
+    with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        write_file(path, json.dumps(finite(facts), indent=2) + "\n")
-    except OSError:
-        pass
+        write_json(path, finite(facts))
 
 
-def _kept(run: RunRecord, data: Path | None, lengths: Sequence[int] | None) -> Scores | None:
+def _kept(run: RunRecord, data: str | Path | None, lengths: Sequence[int] | None) -> Scores | None:
     """The newest stored evaluation of this checkpoint on the wanted data and lengths."""
     assert run.loaded is not None
-    try:
+    with suppress(ValueError, OSError):
         wanted = run.data.get("hash") if data is None else open_dataset(data, SPLIT, verify=False).hash
-    except (ValueError, OSError):
-        return None
-    files = sorted((run.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files:
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            same = wanted is not None and (run.loaded.step, SPLIT, wanted) == (
-                facts["step"], facts["split"], facts["data"],
-            )  # fmt: skip
-            rows = tuple(_row(values) for values in facts["rows"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # not ours
-        if same and rows and (lengths is None or [row.length for row in rows] == list(lengths)):
-            result = Evaluation(rows, int(facts["documents"]), rows[0].tokens, SPLIT)
-            return Scores(result, facts["data"], facts.get("unigram_entropy"))
+        paths = sorted((run.folder / FOLDER).glob("*.json"), key=lambda path: -path.stat().st_mtime)
+        for path in paths if wanted else ():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a file that is not ours
+                facts = json.loads(path.read_text(encoding="utf-8"), object_hook=_revived)
+                rows, about = tuple(facts["rows"]), (facts["step"], facts["split"], facts["data"])
+                found = [row.length for row in rows]
+                if about == (run.loaded.step, SPLIT, wanted) and found and found == list(lengths or found):
+                    result = Evaluation(rows, int(facts["documents"]), rows[0].tokens, SPLIT)
+                    return Scores(result, wanted, facts.get("unigram_entropy"))
     return None
 
 
-def _row(values: dict[str, Any]) -> LengthResult:
-    fields = {name: value for name, value in _with_nan(values).items() if name != "perplexity"}
-    positions = tuple(PositionLoss(**_with_nan(position)) for position in fields.pop("by_position"))
-    documents = tuple((nats, count) for nats, count in fields.pop("by_document", ()))
-    return LengthResult(**fields, by_position=positions, by_document=documents)
+def _revived(values: dict[str, Any]) -> Any:
+    """An object in a stored evaluation as what it was, with NaN again where JSON has null (but for a length)."""
+    if not {"by_position", "start"} & values.keys():
+        return values
+    values = {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
+    if "start" in values:
+        return PositionLoss(**values)
+    values |= {"by_position": tuple(values["by_position"])}
+    values |= {"by_document": tuple(map(tuple, values.get("by_document", ())))}
+    return LengthResult(**{name: value for name, value in values.items() if name != "perplexity"})
 
 
-def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn null in JSON back into NaN, except for the length, where it stands for whole documents."""
-    return {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
-
-
-def _held_out(run: RunRecord, data: Path | None) -> Dataset:
+def _held_out(run: RunRecord, data: str | Path | None) -> Dataset:
     """The run's validation split, if it is unchanged, or that of another corpus."""
     assert run.loaded is not None
     if data is None:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gss.config import override
@@ -129,24 +130,17 @@ def planned(
     *,
     only: Sequence[str] = (),
     seeds: Sequence[int] = (0,),
-    tokens: int | None = None,
-    evaluate_tokens: int | None = None,
-    changes: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[Trial]:
-    """Every trial of a table: all systems with the first seed, then with the second, and so on."""
+    """Every trial of a table: all systems with the first seed, then with the second; options are of `trial_of`."""
     known = [system.name for system in target.systems]
     unknown = [name for name in only if name not in known]
     if unknown:
         raise ValueError(f"{target.name} has no system {unknown[0]!r}; it has: {', '.join(known)}")
     if not seeds:
         raise ValueError("no seeds: give at least one, for example --seeds 0")
-    for option, value in (("--tokens", tokens), ("--evaluate-tokens", evaluate_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, not {value}")
-    if "seed" in (changes or {}):
-        raise ValueError("give seeds with --seeds, not with --set seed")
     return [
-        trial_of(system, scale, corpus, seed, tokens, evaluate_tokens, changes)
+        trial_of(system, scale, corpus, seed, **options)
         for seed in seeds
         for corpus in corpora
         for system in target.systems
@@ -161,10 +155,14 @@ def trial_of(
     seed: int = 0,
     tokens: int | None = None,
     evaluate_tokens: int | None = None,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trial:
     """A system's trial on a corpus; `changes` override all other settings."""
-    changes = changes or {}
+    for option, value in (("--tokens", tokens), ("--evaluate-tokens", evaluate_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    if "seed" in changes:
+        raise ValueError("give seeds with --seeds, not with --set seed")
     settings = {**settings_of(system, scale, corpus.paper), **changes, "seed": seed}
     config = override(resolve(preset_name(system, scale, corpus.paper), vocab_size=corpus.vocab_size), settings)
     wanted = tokens or scale.tokens

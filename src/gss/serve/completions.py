@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from gss.generate import first_state, prompt_ids
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.http import ApiError, to_json
-from gss.serve.job import Failure, Job, Piece, TokenScore
+from gss.serve.job import Failure, Job, Piece
 from gss.serve.schemas import CompletionRequest
 
 _later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
@@ -257,7 +257,7 @@ class ActiveCompletion:
         echo = bool(self._body.echo)
         if echo and self._body.logprobs is None:
             for number, prompt in enumerate(self._prompts):
-                yield [self._choice(number, index, prompt.text) for index in range(self._n)]
+                yield [self._choice(number, Piece(index, prompt.text)) for index in range(self._n)]
         going = len(self._jobs) * self._n
         while going:
             number, piece = await self._pieces.get()
@@ -266,7 +266,7 @@ class ActiveCompletion:
             prompt = self._prompts[number]
             if piece.prompt_scores:
                 scores = piece.prompt_scores[prompt.added :]
-                make = partial(self._choice, number, 0, prompt.text, scores)
+                make = partial(self._choice, number, Piece(0, prompt.text, scores=scores))
                 first = await asyncio.to_thread(make) if len(scores) > _QUICK_SCORES else make()
                 yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                 continue
@@ -274,21 +274,13 @@ class ActiveCompletion:
                 self._first_at = time.monotonic()
                 self._engine.metrics.first_token_seconds.observe(self._first_at - self._arrived)
             self._produced += piece.tokens
-            base = len(prompt.text) if echo else 0
-            yield [self._choice(number, piece.index, piece.text, piece.scores, base, piece.finish)]
+            yield [self._choice(number, piece, len(prompt.text) if echo else 0)]
             going -= piece.finish is not None
         self._engine.metrics.request_seconds.observe(time.monotonic() - self._arrived)
 
-    def _choice(
-        self,
-        number: int,
-        index: int,
-        text: str,
-        scores: Sequence[TokenScore] = (),
-        base: int = 0,
-        finish: str | None = None,
-    ) -> dict[str, Any]:
-        logprobs = None
+    def _choice(self, number: int, piece: Piece, base: int = 0) -> dict[str, Any]:
+        """A piece of one of a prompt's continuations; `base` is where its text starts."""
+        logprobs, scores = None, piece.scores
         if self._body.logprobs is not None:
             names = self._service.surfaces
             logprobs = {
@@ -301,7 +293,8 @@ class ActiveCompletion:
                 "text_offset": [base + score.offset for score in scores],
                 "token_ids": [score.token for score in scores],
             }
-        return {"index": number * self._n + index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        index = number * self._n + piece.index
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _usage(self) -> dict[str, int]:
         read, produced = sum(len(prompt.ids) for prompt in self._prompts), self._produced

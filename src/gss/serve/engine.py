@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_
+from typing import Any
 
 from gss import decode
 from gss.data import Tokenizer
@@ -46,9 +47,9 @@ class EngineThread:
     piece         tokens of prompts that are read between two steps; by default 256, on a GPU 4,096, where launching
                   the work takes longer than a short piece's work
     cache_bytes   memory for the states of prompts (0: none are kept)
-    precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
     interval      seconds between two pieces of one stream; what comes meanwhile is one piece. With many streams it
                   is longer, so that all of them together are sent no more than `_PIECES_PER_SECOND`
+    options       further ones of `gss.decode.Engine`
     """
 
     def __init__(
@@ -60,14 +61,12 @@ class EngineThread:
         queue: int = 256,
         piece: int | None = None,
         cache_bytes: int = 256 << 20,
-        precision: str = "auto",
-        speculate: bool = True,
         interval: float = 0.02,
+        **options: Any,
     ) -> None:
         if piece is None:
             piece = 4096 if model.device.type == "cuda" else 256
-        options = {"rows": rows, "piece": piece, "cache_bytes": cache_bytes, "precision": precision}
-        self.core = decode.Engine(model, **options, speculate=speculate)  # type: ignore[arg-type]
+        self.core = decode.Engine(model, rows=rows, piece=piece, cache_bytes=cache_bytes, **options)
         self.model, self.tokenizer, self.precision = model, tokenizer, self.core.precision
         self.rows, self.queue = rows, queue
         self.metrics, self._interval = Metrics(), interval

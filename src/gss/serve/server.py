@@ -220,7 +220,7 @@ def serve(
 
     threads    of the model on a CPU; None: all cores but one, which is left to the connections
     ready      called with the address when requests can come
-    options    rows, piece, cache_bytes and precision of `EngineThread`
+    options    further ones of `EngineThread`
     """
     if not math.isfinite(drain_seconds):
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
@@ -231,13 +231,7 @@ def serve(
     engine = EngineThread(loaded.model, loaded.tokenizer, queue=limits.queue, **options)
     own_names = {"127.0.0.1", "localhost", "[::1]"} if host in LOOPBACK and api_key is None else None
     app = create_app(
-        engine,
-        name=name,
-        preset=loaded.preset,
-        step=loaded.step,
-        limits=limits,
-        api_key=api_key,
-        hosts=own_names,
+        engine, name=name, preset=loaded.preset, step=loaded.step, limits=limits, api_key=api_key, hosts=own_names
     )
     server = HttpServer(app, engine, limits, drain_seconds)
     with listening(host, port) as listener:
