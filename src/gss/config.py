@@ -55,15 +55,6 @@ class StateSpaceConfig:
             if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
                 raise ValueError(f"{name} must be two numbers with 0 < low <= high, not {bounds!r}")
 
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Fields that have no effect, given the others."""
-        ranges = {
-            "decay_range": self.decay_init != "log_normal",
-            "frequency_range": self.frequency_init in ("log_uniform", "mixed"),
-        }
-        return tuple(name for name, used in ranges.items() if not used)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
@@ -229,9 +220,11 @@ class ModelConfig:
     @property
     def unused(self) -> tuple[str, ...]:
         """Initialization fields that have no effect, as dotted names: all of them in a model without state spaces."""
-        if not {"gss", "gss2", "dss"} & set(self.kinds):
-            return tuple(f"state_space.{each.name}" for each in fields(StateSpaceConfig))
-        return tuple(f"state_space.{name}" for name in self.state_space.unused)
+        space, without = self.state_space, not {"gss", "gss2", "dss"} & set(self.kinds)
+        used = {"decay_range": space.decay_init != "log_normal"}
+        used["frequency_range"] = space.frequency_init in ("log_uniform", "mixed")
+        names = [each.name for each in fields(space) if without or not used.get(each.name, True)]
+        return tuple(f"state_space.{name}" for name in names)
 
 
 def from_mapping(kind: type[Config], values: Mapping[str, Any]) -> Config:

@@ -5,7 +5,7 @@ All logits of a batch would take more memory than the rest of a training step (6
 beyond a head, a function from activations to logits, and the head's one weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +64,7 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(precise, targets, ignore_index=_UNCOUNTED, reduction="sum")
 
 
-def _loss_and_gradients(
-    logits: Tensor, targets: Tensor, inputs: tuple[Tensor, ...]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _loss_and_gradients(logits: Tensor, targets: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Sequence[Tensor]]:
     """The summed loss of a chunk, and its gradients with respect to the inputs of the head."""
     if fast.usable(logits.device) and logits.dtype != torch.float64:
         from gss.ops.gpu.cross_entropy import cross_entropy_

@@ -17,8 +17,7 @@ from data_corpora import contents, folder_bytes, make_text
 
 from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
-from gss.data.merge import check_shares
-from gss.data.parts import token_dtype
+from gss.data.parts import check_shares, token_dtype
 from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
 from tests.conftest import posix
@@ -89,9 +88,9 @@ def test_many_documents_in_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = [json.dumps({"text": f"row {i % 700}"}) for i in range(1000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     plain = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "plain", BYTES, workers=1)
-    monkeypatch.setattr("gss.data.merge.BUCKET", 64)
-    monkeypatch.setattr("gss.data.merge.ROWS", 50)
-    monkeypatch.setattr("gss.data.merge.COPY", 7)
+    monkeypatch.setattr("gss.data.parts.BUCKET", 64)
+    monkeypatch.setattr("gss.data.parts.ROWS", 50)
+    monkeypatch.setattr("gss.data.parts.COPY", 7)
     small = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "small", BYTES, workers=1)
     assert plain.left_out["duplicate"]["documents"] == 300
     assert folder_bytes(tmp_path / "plain") == folder_bytes(tmp_path / "small")

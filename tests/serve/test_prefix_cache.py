@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gss
-from gss.decode.prefix_cache import Entry, PrefixCache
+from gss.decode.prefill import Entry, PrefixCache
 from gss.generate import stream
 from gss.serve.engine import EngineThread
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model

@@ -34,7 +34,7 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(loop.time, "perf_counter", lambda: clock)
     monkeypatch.setattr(loop.Stepper, "step", taking(1.0, loop.Stepper.step))
-    monkeypatch.setattr(loop.probe, "validation_losses", taking(100.0, loop.probe.validation_losses))
+    monkeypatch.setattr(loop, "validation_losses", taking(100.0, loop.validation_losses))
     monkeypatch.setattr(loop.checkpoint, "save", taking(100.0, loop.checkpoint.save))
     config = small_config("gss", steps=13, report__log_every=5, report__evaluate_every=3, checkpoint__every=4)
     train(config, corpus, tmp_path / "run", quiet=True)

@@ -1,6 +1,6 @@
 """From text to batches of token ids; knows nothing of models.
 
-text -> sources -> formats -> chunks -> tokenizer -> parts -> merge -> shards -> batches
+text -> sources -> formats -> chunks -> tokenizer -> parts -> shards -> batches
 """
 
 from gss.data.batches import Batch, Batches, Lanes, Packed, Prefetch, Segments, as_tensors

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gss.data.formats import Span, file_system, is_url
-from gss.data.merge import check_shares, merge_parts
-from gss.data.parts import Part, make_parts, token_dtype, write_part
+from gss.data.parts import Part, check_shares, make_parts, merge_parts, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -158,9 +157,7 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
         return None
     found = read_sealed(str(manifest), FORMAT, SHARE_FORMAT)
     if (found.content.get("request"), found.content.get("share", [1, 1])) != (asked["request"], asked["share"]):
-        raise ValueError(
-            f"{target} holds a corpus that was prepared differently: choose another --out, or replace it with --force"
-        )
+        raise ValueError(f"{target} holds a corpus that was prepared differently: choose another --out, or use --force")
     newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
         warnings.warn(
@@ -190,9 +187,7 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
         try:
             lock(held)
         except OSError as error:
-            raise ValueError(
-                f"another gss prepare is running in {work}: wait for it, or choose another --out"
-            ) from error
+            raise ValueError(f"another gss prepare is running in {work}: wait, or choose another --out") from error
         try:
             with explained_full_disk(work, "finished parts are kept and it continues after them"):
                 yield work

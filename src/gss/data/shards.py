@@ -3,7 +3,7 @@
 For each split: `<split>.tokens`, every document's ids followed by the end-of-document id; `<split>.documents`, columns
 of little-endian 64-bit numbers one after another (where each document's tokens end, its bytes, its words, its digest
 in two halves); `<split>.names`, one JSON string per line. `manifest.json` counts and hashes all of it, and itself. It
-holds no times or absolute paths, so that the same corpus gives the same bytes. `merge` writes these files; everything
+holds no times or absolute paths, so that the same corpus gives the same bytes. `parts` writes these files; everything
 here but `write_manifest` only reads. Knows nothing of how documents become batches.
 """
 
@@ -84,9 +84,7 @@ def read_sealed(path: str, *forms: str) -> Manifest:
     if found not in (forms or (FORMAT,)) or version != VERSION:
         raise ValueError(f"{path}: format {found!r} version {version!r} is not one that gss reads")
     if _hash(content) != stated:
-        raise ValueError(
-            f"{path} was altered after it was written (its hash differs): prepare the corpus again, with --force"
-        )
+        raise ValueError(f"{path} was altered (its hash differs): prepare the corpus again, with --force")
     return Manifest(content, stated)
 
 
@@ -240,7 +238,7 @@ def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
         raise ValueError(
-            f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: prepare the corpus again"
+            f"{where}: token id {ids.max()} is beyond the vocabulary of {vocab_size}: prepare the corpus again"
         )
 
 

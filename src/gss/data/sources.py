@@ -67,9 +67,7 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
     recipes = [source for source in sources if source in RECIPES]
     if recipes:
         if len(sources) > 1:
-            raise ValueError(
-                f"the recipe {recipes[0]!r} cannot be combined: prepare the other sources into another folder"
-            )
+            raise ValueError(f"the recipe {recipes[0]!r} cannot be combined: prepare other sources into another folder")
         return RECIPES[recipes[0]](options)
     if options.local is not None:
         raise ValueError(f"--from is for recipes ({', '.join(RECIPES)}): give paths as sources")
@@ -188,9 +186,7 @@ def _source_files(source: str, options: SourceOptions) -> list[Span]:
     if readable := [file for file in found if file.kind]:
         return readable
     if len(found) == 1 and "/" not in found[0].name:
-        raise ValueError(
-            f"{source} ends in none of {_READ}: if it is text, add --suffix {Path(source).suffix or source}"
-        )
+        raise ValueError(f"{source} ends in none of {_READ}: if text, add --suffix {Path(source).suffix or source}")
     if not found and not is_url(source) and not Path(source).is_dir():
         raise ValueError(f"no source {source}: it is not a file, a folder or one of {', '.join(RECIPES)}")
     raise ValueError(f"{source} holds no {_READ} file; name other endings of text files with --suffix")

@@ -53,9 +53,7 @@ def train_tokenizer(
     if model not in MODELS:
         raise ValueError(f"a model is one of {', '.join(MODELS)}, not {model!r}")
     if vocab_size < SMALLEST:
-        raise ValueError(
-            f"a vocabulary with bytes for rare characters has at least {SMALLEST} pieces, not {vocab_size}"
-        )
+        raise ValueError(f"a vocabulary with bytes for rare characters has at least {SMALLEST} ids, not {vocab_size}")
     target = Path(out)
     if target.exists() and any(target.iterdir()):
         if not (target / DESCRIPTION).is_file():

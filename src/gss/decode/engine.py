@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from gss.decode.blocked import BlockedDecoder, decoder
-from gss.decode.prefill import PartialPrompt, Prefill, score_lists
-from gss.decode.prefix_cache import PrefixCache
+from gss.decode.prefill import PartialPrompt, Prefill, PrefixCache, score_lists
 from gss.decode.request import Finish, Output, Request, Score
 from gss.decode.sampler import Draw, Sampler, Settings
 from gss.model import LanguageModel

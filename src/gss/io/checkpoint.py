@@ -204,11 +204,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         intact = written == _manifest(manifest["step"], manifest["files"]) and manifest["step"] == step_of(path)
         intact &= all({"size", "sha256"} <= facts.keys() for facts in manifest["files"].values())
     except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"the checkpoint {path} is damaged: its {MANIFEST} cannot be read ({error})"
-        ) from None
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: no {MANIFEST} can be read ({error})") from None
     if not intact:
-        raise DamagedCheckpointError(
-            f"the checkpoint {path} is damaged: its {MANIFEST} has other contents than were written"
-        )
+        raise DamagedCheckpointError(f"the checkpoint {path} is damaged: its {MANIFEST} was altered")
     return manifest

@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gss.config import ModelConfig
-from gss.nn.attention_plan import AttentionPlan
 from gss.nn.context import across_ranks, by_recent
+from gss.nn.decode_plans import AttentionPlan
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
-from gss.nn.state import LayerState, SequenceLayer, Slot
+from gss.nn.state import LayerState, Outputs, SequenceLayer, Slot
 from gss.nn.windows import expand_index, sized
 from gss.ops.norm import normalize
 from gss.ops.positions import rotated
 
+Attended = tuple[Tensor, Tensor, Tensor]
+"""What was attended to, and the keys and values of past and new tokens, as far as later ones may need them."""
 # Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
 _QUERY_BLOCK = 1024
 
@@ -40,7 +42,7 @@ class TransformerBlock(SequenceLayer):
         self.output = dense(self.heads * self.head_width, config.width, config, last=True)
         self.feedforward = FeedForward(config)
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         attended, after = self.attend(self.project(x), state, keep_state)
         return self.finish(x, attended), after
 
@@ -72,9 +74,7 @@ class TransformerBlock(SequenceLayer):
 
     @across_ranks(by_recent)
     @each_document_alone
-    def attend(
-        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
-    ) -> tuple[Tensor, LayerState]:
+    def attend(self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         """What each token attends to, [B, L, h, d], from `project`'s [B, L, 3, h, d]; and the state after them."""
         batch, length = projected.shape[:2]
         queries, keys, values = self.positioned(projected, state["length"] if state else None)
@@ -112,21 +112,14 @@ class TransformerBlock(SequenceLayer):
 
         return TransformerPlan(self) if TransformerPlan.fits(self) else None
 
-    # Three ways to attend: each takes queries, keys, values and a state, and returns what was attended to, and the
-    # keys and values of past and new tokens together, as far as later ones may need them.
-
-    def _over_everything(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_everything(self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None) -> Attended:
         if state is None:
             return _causal_attention(queries, keys, values), keys, values
         index = _positions(state["length"], keys.shape[1])
         keys, values = _placed(state, keys, values, index, state["keys"].shape[1] + keys.shape[1])
         return _masked_attention(queries, keys, values, index), keys, values
 
-    def _over_chunks(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_chunks(self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None) -> Attended:
         assert self.chunk is not None
         length = keys.shape[1]
         if state is None:
@@ -150,9 +143,7 @@ class TransformerBlock(SequenceLayer):
         attended = _causal_attention(*cut).reshape(placed.shape).gather(1, at)
         return attended, keys, values
 
-    def _over_window(
-        self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_window(self, queries: Tensor, keys: Tensor, values: Tensor, state: LayerState | None) -> Attended:
         """A token sees itself and the W − 1 before it. The cache holds the last W of each row, the newest last."""
         assert self.sliding is not None
         window, length = self.sliding, keys.shape[1]

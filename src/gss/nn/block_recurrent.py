@@ -19,7 +19,7 @@ from gss.config import ModelConfig
 from gss.nn.context import across_ranks, in_turn
 from gss.nn.dense import dense, norm
 from gss.nn.documents import each_document_alone
-from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
+from gss.nn.state import LayerState, Outputs, SequenceLayer, Slot, state_dtype
 from gss.nn.window_attention import KeysValues, WindowAttention, WindowBlock, attend, unit
 from gss.nn.windows import Windows
 
@@ -209,7 +209,7 @@ class RecurrentStack(SequenceLayer):
 
     @across_ranks(in_turn)
     @each_document_alone
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         windows = Windows(self.window, x.shape[1], state["length"] if state else None)
         vectors, tokens = self._start(x.shape[0], state), windows.spread(x)
         parts, blocks = windows.parts, self._blocks()

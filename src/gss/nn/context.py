@@ -26,8 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gss.nn.documents import Documents
-from gss.nn.state import LayerState, SequenceLayer
+from gss.nn.state import Outputs, SequenceLayer
 from gss.ops import fast
+
+Mixer = Callable[..., Any]
 
 
 class Context:
@@ -91,7 +93,7 @@ class Stretch:
         """In place of the tensor of that name in a layer's state."""
         return replace(self, state=self.state and self.state[name])
 
-    def run(self, mixer: Callable[..., Any], x: Tensor, before: Any) -> Tensor:
+    def run(self, mixer: Mixer, x: Tensor, before: Any) -> Tensor:
         """The mixer's outputs for the stretch after the state before it."""
         if self.documents is not None:
             return self.documents.mix(lambda rows, state: mixer(rows, state, False)[0], x, before)
@@ -153,9 +155,7 @@ class _Send(torch.autograd.Function):
         return None, x, *ctx.context.receive(ctx.like, ctx.context.rank + 1)
 
 
-def by_decay(
-    space: Any, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
-) -> tuple[Tensor, Tensor | None]:
+def by_decay(space: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> tuple[Tensor, Tensor | None]:
     """Where states add up. `space` has `left(x)`, the state that tokens alone leave, and `faded(state, tokens)`."""
     context, length = stretch.context, x.shape[1]
     left = space.left(stretch.last_document(x))
@@ -171,9 +171,7 @@ def by_decay(
     return stretch.run(mixer, x, before), state if keep_state else None
 
 
-def by_recent(
-    layer: Any, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
-) -> tuple[Tensor, LayerState]:
+def by_recent(layer: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> Outputs:
     """Where the state holds recent tokens, `layer.reach` of them at most."""
     context, length, reach = stretch.context, x.shape[1], layer.reach
     if reach is None:
@@ -204,9 +202,7 @@ def by_recent(
     return y, {**after, "length": stretch.position[:, 0] + (context.size - context.rank) * length}
 
 
-def in_turn(
-    layer: SequenceLayer, mixer: Callable[..., Any], x: Tensor, stretch: Stretch, keep_state: bool
-) -> tuple[Tensor, LayerState]:
+def in_turn(layer: SequenceLayer, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> Outputs:
     """Where a state depends on the one before it in any way: one rank after the other."""
     context, state = stretch.context, stretch.state
     if stretch.documents is not None:
@@ -227,12 +223,12 @@ def in_turn(
     return y, {**last, "length": after["length"] + (context.size - 1 - context.rank) * x.shape[1]}
 
 
-def across_ranks(way: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def across_ranks(way: Callable[..., Any]) -> Callable[[Mixer], Mixer]:
     """Decorates a mixer, (self, x, state, keep_state) → (y, state): given a `Stretch` for a state, it finds the state
     before the stretch in one of the ways above. x is as in `gss.nn.documents.each_document_alone`.
     """
 
-    def decorate(mixer: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(mixer: Mixer) -> Mixer:
         @fast.uncompiled  # exchanges between ranks are not the compiler's
         def exchange(self: Any, x: Tensor, stretch: Stretch, keep_state: bool) -> Any:
             return way(self, functools.partial(mixer, self), x, stretch, keep_state)

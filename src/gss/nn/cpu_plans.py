@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.attention import TransformerBlock
-from gss.nn.attention_plan import AttentionPlan
-from gss.nn.decode_plans import RowBuffer, StateSpacePlan
+from gss.nn.decode_plans import AttentionPlan, RowBuffer, StateSpacePlan
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.dense import FeedForward
 from gss.nn.gss import GSSLayer

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
-from gss.nn.state import LayerState
+from gss.nn.state import LayerState, Outputs
 from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
 
 
@@ -34,7 +34,7 @@ class DSSBlock(StateSpaceLayer):
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {f"modes{i}": mixer.state_space for i, mixer in enumerate(self.mixers) if isinstance(mixer, DSSMixer)}
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         after: LayerState = {}
         for i, mixer in enumerate(self.mixers):
             x, after[f"modes{i}"] = mixer(x, state and state[f"modes{i}"], keep_state)

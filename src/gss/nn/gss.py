@@ -6,7 +6,7 @@ from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import dense, norm
-from gss.nn.state import LayerState
+from gss.nn.state import LayerState, Outputs
 from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
 from gss.ops.gate import add_gated
 from gss.ops.norm import normalize
@@ -29,7 +29,7 @@ class GSSLayer(StateSpaceLayer):
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {"modes": self.state_space}
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         phi = ACTIVATIONS[self.activation]
         normed = normalize(self.norm, x)  # [B, L, E]
         u = normalize(self.inner_norm, phi(self.inner(normed)))  # [B, L, H]

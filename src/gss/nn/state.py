@@ -18,6 +18,8 @@ from gss.nn.decoding import Block, DecodePlan, GPUPlan, join_rows
 
 LayerState = dict[str, Tensor]
 """Tensors by name, each with the batch first."""
+Outputs = tuple[Tensor, LayerState]
+"""What a layer makes of a piece: [B, L, E], and the state after it."""
 
 
 class Slot(NamedTuple):
@@ -36,7 +38,7 @@ class SequenceLayer(nn.Module):
         """The tensors of this layer's state."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost).
 
         What mixes tokens is wrapped in `gss.nn.documents.each_document_alone`, which is all that packed rows need, and

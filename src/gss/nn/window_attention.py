@@ -17,7 +17,7 @@ from gss.config import ModelConfig
 from gss.nn.context import across_ranks, by_recent
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
-from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
+from gss.nn.state import LayerState, Outputs, SequenceLayer, Slot, state_dtype
 from gss.nn.windows import Windows
 
 BUCKETS = 32
@@ -226,15 +226,13 @@ class WindowLayer(SequenceLayer):
     def mixing_flops(self, length: int) -> float:
         return 4 * self.block.heads * self.block.head_width * self.block.attention.keys_seen(length)
 
-    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         attended, after = self._attend(self.block.project(x), state, keep_state)
         return self.block.finish(x, attended), after
 
     @across_ranks(by_recent)
     @each_document_alone
-    def _attend(
-        self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
-    ) -> tuple[Tensor, LayerState]:
+    def _attend(self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
         """What each token attends to, [B, L, h, d], from the block's projections; and the state after them."""
         queries, keys, values = self.block.scaled(projected)
         cached: dict[str, Tensor | None] = {**state} if state else dict.fromkeys(self.state_slots())

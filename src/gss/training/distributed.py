@@ -44,20 +44,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        if self.size == 1:
-            return flag
-        word = torch.tensor(int(flag))  # on the CPU: gloo carries it, and no GPU work is waited for
-        dist.all_reduce(word, dist.ReduceOp.MAX)
-        return bool(word)
-
-    def from_leader(self, number: int) -> int:
-        """The leader's number, on every process."""
+    def largest(self, number: int) -> int:
+        """The largest of all processes' numbers, on each of them."""
         if self.size == 1:
             return number
-        word = torch.tensor(number)
-        dist.broadcast(word, 0)
+        word = torch.tensor(number)  # on the CPU: gloo carries it, and no GPU work is waited for
+        dist.all_reduce(word, dist.ReduceOp.MAX)
         return int(word)
 
     def context(self, size: int) -> Context | None:
@@ -133,11 +125,6 @@ def shard(model: LanguageModel, world: World) -> None:
         register_fsdp_forward_method(model, method)
 
 
-def replicate(module: nn.Module) -> nn.Module:
-    """A full replica in every process, gradients averaged by DDP."""
-    return DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-
 def reshard(model: nn.Module) -> None:
     """Reshard parameters that a forward pass without a backward pass left gathered."""
     for module in model.modules():
@@ -161,8 +148,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gradients_synced(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
+def gradients_synced(module: nn.Module, model: nn.Module, last_rows: bool, last_piece: bool) -> Iterator[None]:
     """Synchronize gradients only in the last backward pass of a step; before that they accumulate locally."""
+    last = last_rows and last_piece
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():

@@ -52,9 +52,7 @@ class RunFolder:
             lock(self._lock)
         except OSError:
             self.close()
-            raise ValueError(
-                f"another process is training in {self.path}: wait for it, or give another --out"
-            ) from None
+            raise ValueError(f"another process is training in {self.path}: wait, or give another --out") from None
         checkpoint.clean(self.checkpoints)
 
     def close(self) -> None:

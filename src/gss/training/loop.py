@@ -5,10 +5,13 @@ layout of the run folder are defined elsewhere.
 """
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +19,20 @@ import torch
 from gss.accounting import flops_per_token
 from gss.config import to_mapping
 from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset
-from gss.generate import first_state
+from gss.evaluation import evaluate, longest_document
+from gss.generate import Sampling, first_state, generate
 from gss.io import checkpoint
 from gss.io.states import save_state
-from gss.training import probe, snapshot, start
+from gss.model import LanguageModel
+from gss.training import snapshot, start
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
-from gss.training.interrupt import Interrupt
 from gss.training.progress import Progress, cpu_rate, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
+_VALIDATION = "valid"
 BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
 
 
@@ -90,6 +95,22 @@ def train(
             folder.close()
 
 
+def _open_validation(training: Dataset) -> Dataset | None:
+    """The validation split beside a training split, if there is one."""
+    if training.folder is None or training.manifest is None or _VALIDATION not in training.manifest.splits:
+        return None
+    return open_dataset(training.folder, _VALIDATION, verify=False)
+
+
+def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfig, precision: str) -> dict[int, float]:
+    """Nats per token at each configured length; lengths beyond the longest document are reduced to it."""
+    report = config.report
+    longest = longest_document(dataset, report.evaluate_tokens)
+    lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
+    result = evaluate(model, dataset, lengths, max_tokens=report.evaluate_tokens, precision=precision)
+    return {row.length: row.loss for row in result.rows if row.length is not None}
+
+
 def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
     """The result of an action of the leading process, None elsewhere. An error there stops every process."""
     found, error = None, None
@@ -98,25 +119,45 @@ def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
             found = action()
         except (OSError, ValueError) as caught:
             error = caught
-    if world.any(error is not None):
+    if world.largest(error is not None):
         raise error or ValueError("the first process stopped; its message says why")
     return found
+
+
+class Interrupt:
+    """While entered, remembers the first Ctrl-C or SIGTERM, as a request to save and stop; a second stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._put_back()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
 
 class _Run:
     """A run, as one process sees it."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        dataset: Dataset,
-        folder: RunFolder,
-        world: World,
-        allow: Sequence[str],
-        quiet: bool,
+        self, config: TrainConfig, dataset: Dataset, folder: RunFolder, world: World, allow: Sequence[str], quiet: bool
     ) -> None:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
-        self.validation = probe.open_validation(dataset)
+        self.validation = _open_validation(dataset)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         self.batches.eos_first = config.eos_first
         torch.manual_seed(config.seed)
@@ -136,27 +177,17 @@ class _Run:
 
     def go(self) -> TrainResult:
         """Train to the end, to a signal or to an error."""
-        config, world = self.config, self.world
+        config, world, rank, ranks = self.config, self.world, self.stepper.replica, self.stepper.replicas
         self._introduce()
         interrupt = Interrupt()
-        with (
-            self.progress,
-            interrupt,
-            Prefetch(
-                self.batches,
-                self.step,
-                config.steps,
-                rank=self.stepper.replica,
-                world=self.stepper.replicas,
-                device=world.device,
-            ) as batches,
-        ):
+        ahead = Prefetch(self.batches, self.step, config.steps, rank=rank, world=ranks, device=world.device)
+        with self.progress, interrupt, ahead:
             self._clock = time.perf_counter()
-            for batch in batches:
+            for batch in ahead:
                 self._pending.append(self.stepper.step(batch, self.step))
                 self.step += 1
                 self.progress.stepped(self.step)
-                stop = world.any(interrupt.signal is not None)
+                stop = bool(world.largest(interrupt.signal is not None))
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
                     name = interrupt.signal.name if interrupt.signal else "a signal to another process"
@@ -185,7 +216,7 @@ class _Run:
     def _resume(self, allow: set[str]) -> None:
         """Load the newest good checkpoint if there is any; refuse to resume it as another run."""
         found = _on_leader(self.world, self._find_checkpoint)
-        step = self.world.from_leader(-1 if found is None else found)
+        step = self.world.largest(-1 if found is None else found)
         if step < 0:
             return
         saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
@@ -207,9 +238,7 @@ class _Run:
         for what in damaged:
             self.progress.note(f"warning: {what}; using the one before it")
         if path is None and damaged:
-            raise ValueError(
-                f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them to start over"
-            )
+            raise ValueError(f"no checkpoint in {self.folder.checkpoints} is intact: restore one, or delete them all")
         return -1 if path is None else checkpoint.step_of(path)
 
     def _introduce(self) -> None:
@@ -227,7 +256,7 @@ class _Run:
             f"epoch; run folder {self.folder.path}"
         )
         if config.report.evaluate_every and self.validation is None:
-            self.progress.note(f"the data has no split {probe.VALIDATION!r}: nothing will be evaluated on the way")
+            self.progress.note(f"the data has no split {_VALIDATION!r}: nothing will be evaluated on the way")
         if world.device.type == "cpu":
             days = (config.steps - self.step) * config.batch_tokens * self._flops / world.size / cpu_rate() / 86400
             if days > 1:
@@ -284,7 +313,7 @@ class _Run:
         if self.validation is None:
             return
         stepper = self.stepper
-        losses = probe.validation_losses(stepper.model, self.validation, self.config, stepper.precision)
+        losses = validation_losses(stepper.model, self.validation, self.config, stepper.precision)
         reshard(self.stepper.model)
         for length, loss in losses.items():
             self._write([{"kind": "evaluation", "step": self.step, "length": length, "loss": loss}])
@@ -294,8 +323,12 @@ class _Run:
             )
 
     def _sample(self) -> None:
-        with gathered(self.stepper.model):
-            text = probe.sample(self.stepper.model, self.dataset, self.config)
+        """The prompt and its continuation, without dropout; under FSDP2 every process must generate it."""
+        model, prompt, most = self.stepper.model, self.config.report.sample_prompt, self.config.report.sample_tokens
+        how = {"sampling": Sampling(temperature=0.8), "seed": self.config.seed, "precision": "fp32"}
+        with gathered(model):
+            text = prompt + generate(model.eval(), self.dataset.tokenizer(), prompt, max_tokens=most, **how)
+        model.train()
         if self.world.leads:
             self.folder.write_sample(self.step, text)
         self.progress.note(f"step {self.step:,} · sample:\n{text}")

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +34,7 @@ def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
         try:
             boards += [opened(config, folder)] if asked else []
         except ImportError:
-            raise ValueError(
-                f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]', or turn it off"
-            ) from None
+            raise ValueError(f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]'") from None
     return boards
 
 
@@ -86,9 +83,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
         for board in self._boards:

@@ -25,20 +25,19 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
     Every process must call it, since shards are gathered, one tensor at a time.
     """
     reshard(stepper.model)
-    groups: Groups = {MODEL: {}, OPTIMIZER: {}}
+    groups: dict[str, dict[str, Tensor | None]] = {MODEL: {}, OPTIMIZER: {}}
     scalars: dict[str, dict[str, float]] = {}
     for name, parameter in stepper.model.named_parameters():
-        _put(groups[MODEL], name, whole(parameter, stepper.world))
+        groups[MODEL][name] = whole(parameter, stepper.world)
         for key, value in sorted(stepper.optimizer.state[parameter].items()):
             if isinstance(value, Tensor) and value.ndim:
-                _put(groups[OPTIMIZER], f"{name}:{key}", whole(value, stepper.world))
+                groups[OPTIMIZER][f"{name}:{key}"] = whole(value, stepper.world)
             elif stepper.world.leads:
                 scalars.setdefault(name, {})[key] = float(value)
     if stepper.lanes is not None:
-        groups[LANES] = {}
-        for name, tensor in stepper.lanes.named().items():
-            _put(groups[LANES], name, stepper.world.gather_rows(tensor, stepper.config.parallel.context))
-    return groups, scalars
+        lanes, sharing = stepper.lanes.named(), stepper.config.parallel.context
+        groups[LANES] = {name: stepper.world.gather_rows(tensor, sharing) for name, tensor in lanes.items()}
+    return {group: {k: v for k, v in tensors.items() if v is not None} for group, tensors in groups.items()}, scalars
 
 
 def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]) -> None:
@@ -75,8 +74,3 @@ def _restore_model(stepper: Stepper, tensors: Mapping[str, Tensor]) -> None:
                 f"{list(parameter.shape)} here"
             )
         parameter.copy_(like(tensors[name], parameter))
-
-
-def _put(group: dict[str, Tensor], name: str, tensor: Tensor | None) -> None:
-    if tensor is not None:
-        group[name] = tensor

@@ -31,9 +31,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
     else:
         model = _loaded(config.start, config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
-        raise ValueError(
-            f"the data's vocabulary has {dataset.vocab_size} ids, the model's only {config.model.vocab_size}"
-        )
+        raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model's {config.model.vocab_size}")
     if config.lora is not None:
         add_lora(model, config.lora)
     if config.tune == "state":

@@ -6,9 +6,11 @@ carried from step to step, detached from the graph, and reset where a document b
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gss.data import Batch
 from gss.model import LanguageModel
@@ -17,7 +19,7 @@ from gss.nn.state import ModelState
 from gss.pieces import LossModule, Rows, accumulate
 from gss.precision import resolved, running
 from gss.training.config import TrainConfig
-from gss.training.distributed import World, gradients_synced, prepare_layers, replicate, shard
+from gss.training.distributed import World, gradients_synced, prepare_layers, shard
 from gss.training.optim import build_optimizer, clip_gradients, set_learning_rates
 
 
@@ -55,11 +57,8 @@ class Stepper:
                 "lanes carry the state from step to step, and this model's grows with everything it has read: "
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
-        if (
-            self.context
-            and config.activation_checkpointing
-            and any(isinstance(m, RecurrentStack) for m in model.layers)
-        ):
+        in_turn = self.context is not None and any(isinstance(layer, RecurrentStack) for layer in model.layers)
+        if in_turn and config.activation_checkpointing:
             raise ValueError(
                 "block-recurrent layers pass their states from rank to rank in turn, which the recomputation of "
                 "activation_checkpointing cannot: leave it out, or set parallel.context=1"
@@ -77,7 +76,7 @@ class Stepper:
         if world.size > 1 and config.parallel.strategy == "fsdp2":
             shard(self.model, world)
         elif world.size > 1:
-            self._module = replicate(self._module)
+            self._module = DistributedDataParallel(self._module, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         if config.batching == "lanes":
             self.lanes = self.model.initial_state(self._rows).detach()
@@ -109,21 +108,13 @@ class Stepper:
         count = len(batch.tokens)
         for first in range(0, count, self._micro_rows):
             rows = slice(first, min(first + self._micro_rows, count))
-            last = rows.stop == count
             state = self._carried(batch, rows)
             starts = batch.starts[rows] if self.config.batching == "packed" else None
             given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)
+            pieces = given.split(self._piece_tokens)
+            synced = partial(gradients_synced, self._module, self.model, rows.stop == count)
             with running(self.model, self.precision):
-                loss, kept = accumulate(
-                    self._module,
-                    self.model,
-                    given.split(self._piece_tokens),
-                    state,
-                    state is not None,
-                    scale,
-                    # Gradients are exchanged after the last piece of the last rows alone.
-                    lambda end, last=last: gradients_synced(self._module, self.model, last and end),  # type: ignore[misc]
-                )
+                loss, kept = accumulate(self._module, self.model, pieces, state, state is not None, scale, synced)
             losses.append(loss)
             if kept is not None:
                 after.append(kept)
