@@ -4,7 +4,7 @@ import signal
 import time
 
 from experiments.deadline import deadline
-from gss.training.interrupt import Interrupt
+from gss.training.loop import Interrupt
 
 
 def test_a_deadline_is_heard_by_a_run() -> None:
