@@ -18,6 +18,9 @@ from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.state import ModelState, state_dtype
 
+_Gradients = dict[str, Tensor]
+"""With respect to a state's tensors, by their names in `ModelState.named`."""
+
 
 class Rows(NamedTuple):
     """What is learned from, [B, L] each."""
@@ -122,31 +125,19 @@ def accumulate(
     """
     several = len(pieces) > 1
     device = model.embedding.weight.device
-    seed = int(torch.randint(2**62, ())) if several else 0
+    seed = int(torch.randint(2**62, ())) if several else None
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=several):
         before = [state, *_states_before(model, pieces, state, seed)]
         losses: list[Tensor] = []
-        received: dict[
-            str, Tensor
-        ] = {}  # with respect to the state that a piece leaves, by names in `ModelState.named`
+        received: _Gradients = {}
         for i in reversed(range(len(pieces))):
             came_from, last = before.pop(), i == len(pieces) - 1
             if i and came_from is not None:
-                came_from = came_from.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+                came_from = _leaf(came_from)
             with around(i == 0):
-                if several:
-                    torch.manual_seed(seed + i)  # both runs of a piece draw the same random numbers (dropout's)
-                loss, left = module(pieces[i], came_from, keep_state or not last)
-                torch.clear_autocast_cache()
-                named = left.named() if left is not None else {}
-                ends = {name: named[name] for name in received if named[name].requires_grad}
-                gradients = [
-                    torch.as_tensor(scale, dtype=loss.dtype, device=device),
-                    *(received[name] for name in ends),
-                ]
-                with torch.autocast(device.type, enabled=False):
-                    torch.autograd.backward([loss, *ends.values()], gradients)
-            losses.append(loss.detach())
+                _draw_as(seed, i)
+                loss, left = _back(module, pieces[i], came_from, keep_state or not last, scale, received)
+            losses.append(loss)
             if last:
                 after = left and left.map(_own)
             if i and came_from is not None:
@@ -154,12 +145,33 @@ def accumulate(
     return torch.stack(losses).sum(), after
 
 
+def _back(
+    module: nn.Module,
+    piece: Rows,
+    state: ModelState | None,
+    keep_state: bool,
+    scale: Tensor | float,
+    received: _Gradients,
+) -> tuple[Tensor, ModelState | None]:
+    """Forward and backward of one piece; `received` are the gradients with respect to the state that it leaves."""
+    loss, after = module(piece, state, keep_state)
+    torch.clear_autocast_cache()
+    left = after.named() if after is not None else {}
+    outputs = {name: left[name] for name in received if left[name].requires_grad}
+    gradients = [torch.as_tensor(scale, dtype=loss.dtype, device=loss.device), *(received[name] for name in outputs)]
+    with torch.autocast(loss.device.type, enabled=False):
+        torch.autograd.backward([loss, *outputs.values()], gradients)
+    return loss.detach(), after and after.detach()
+
+
 @torch.no_grad()
-def _states_before(model: LanguageModel, pieces: list[Rows], state: ModelState | None, seed: int) -> list[ModelState]:
+def _states_before(
+    model: LanguageModel, pieces: list[Rows], state: ModelState | None, seed: int | None
+) -> list[ModelState]:
     """The states that all pieces but the first go on from."""
     states: list[ModelState] = []
     for i, piece in enumerate(pieces[:-1]):
-        torch.manual_seed(seed + i)
+        _draw_as(seed, i)
         _, state = model.hidden(piece.tokens, state, context=piece.context)
         assert state is not None
         state = state.map(_own)
@@ -169,7 +181,18 @@ def _states_before(model: LanguageModel, pieces: list[Rows], state: ModelState |
     return states
 
 
+def _draw_as(seed: int | None, piece: int) -> None:
+    """Both runs of a piece draw the same random numbers (dropout's)."""
+    if seed is not None:
+        torch.manual_seed(seed + piece)
+
+
 def _own(tensor: Tensor) -> Tensor:
     """The values alone: without the graph, and without the rest of a piece's memory that they may be a view of."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _leaf(state: ModelState) -> ModelState:
+    """The state as the start of a graph, whose tensors receive gradients."""
+    return state.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
