@@ -102,3 +102,25 @@ def test_a_sliding_window_has_a_bounded_state() -> None:
 def test_options_that_cannot_be(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small_config("llama", **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("sizes", [[64], [131], [8, 64], [9, 70, 3], [5, 70]])
+def test_a_sliding_window_on_a_gpu(sizes: list[int]) -> None:
+    """In 16 bits by another kernel: outputs and gradients, whole and in pieces, against float64."""
+    block = TransformerBlock(small_config("llama", **{"attention.sliding": 8}))
+    exact = torch.randn(2, sum(sizes), 3, 2, 8).bfloat16().double()
+    weights = torch.randn(2, sum(sizes), 2, 8, dtype=torch.float64)
+    found = []
+    for projected in (exact, exact.bfloat16().cuda()):
+        projected.requires_grad_()
+        parts, state = [], None
+        for part in projected.split(sizes if projected.is_cuda else sum(sizes), dim=1):
+            attended, state = block.to(projected).attend(part, state)
+            parts.append(attended)
+        whole = torch.cat(parts, dim=1)
+        (whole * weights.to(whole)).sum().backward()
+        found.append((whole.detach().cpu(), projected.grad.cpu()))
+    for reference, computed in zip(*found, strict=True):
+        assert relative_error(computed, reference) < 0.01

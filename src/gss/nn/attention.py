@@ -16,6 +16,7 @@ from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, Outputs, SequenceLayer, Slot
 from gss.nn.windows import expand_index, sized
+from gss.ops import fast
 from gss.ops.norm import normalize
 from gss.ops.positions import rotated
 
@@ -150,6 +151,10 @@ class TransformerBlock(SequenceLayer):
         nothing = keys.new_zeros(len(keys), window, *keys.shape[2:])
         old_keys, old_values = (state["keys"], state["values"]) if state else (nothing, nothing)
         keys, values = torch.cat([old_keys.to(keys), keys], dim=1), torch.cat([old_values.to(values), values], dim=1)
+        kept = keys[:, length:], values[:, length:]
+        if length > 1 and _flash_can(queries, keys, values) and _has_whole_windows(state, window, length):
+            empty = 0 if state else window  # slots before the first token of a sequence
+            return _flash_window(queries, keys[:, empty:], values[:, empty:], window), *kept
         first = min(window, length)
         if state is None:
             seen = slice(window, window + first)
@@ -162,7 +167,7 @@ class TransformerBlock(SequenceLayer):
             parts = [_masked_attention(queries[:, :first], keys[:, seen], values[:, seen], newest, oldest)]
         if length > window:  # blocks of W, each over itself and the one before
             parts.append(_banded_attention(queries[:, window:], keys[:, window:], values[:, window:], window))
-        return torch.cat(parts, dim=1), keys[:, length:], values[:, length:]
+        return torch.cat(parts, dim=1), *kept
 
 
 def _positions(first: Tensor, length: int) -> Tensor:
@@ -198,6 +203,25 @@ def _masked_attention(
         mask = visible.unsqueeze(1)
         parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _has_whole_windows(state: LayerState | None, window: int, length: int) -> bool:
+    """Whether the cache has no empty slots, or is not there and does not suffice; to ask waits for the device."""
+    if state is None:
+        return length > window
+    return not torch.compiler.is_compiling() and bool((state["length"] >= window).all())
+
+
+def _flash_can(*tensors: Tensor) -> bool:
+    return all(fast.usable(t.device) and t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+
+
+def _flash_window(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """`_banded_attention` without masks: `scaled_dot_product_attention` has no windows, the kernel beneath it does."""
+    sizes = queries.shape[1], keys.shape[1]
+    return torch.ops.aten._flash_attention_forward(
+        queries, keys, values, None, None, *sizes, 0.0, True, False, window_size_left=window - 1, window_size_right=0
+    )[0]
 
 
 def _banded_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
