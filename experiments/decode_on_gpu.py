@@ -187,7 +187,9 @@ def main() -> None:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update({name: str(Path(folder) / name) for name in CACHES})
+        for name in CACHES:
+            os.environ[name] = str(Path(folder) / name)
+            Path(os.environ[name]).mkdir()
         run = make_run(Path(folder) / "run", options.model, options.vocabulary)
         sampled = ("--temperature", "0.8", "--top-p", "0.95")
         part("generate, new machine", lambda: command(run, options.tokens, *sampled))
