@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,17 @@ def stages(run: Path) -> dict[str, float]:
     return {name: round(at - last, 3) for (name, at), last in zip(marks.items(), before, strict=False)}
 
 
+@lru_cache(maxsize=1)
+def untrained(name: str) -> gss.LanguageModel:
+    """A preset with random weights."""
+    return gss.build_model(gss.preset(name), seed=0).cuda().eval()
+
+
 @torch.no_grad()
-def check(model: gss.LanguageModel, count: int = 300) -> dict[str, float]:
+def check(name: str, count: int = 300) -> dict[str, float]:
     """How many tokens that the graph chose are the plain decoder's, and by how much of a logit the others fall short
     of its best, at most."""
+    model = untrained(name)
     start = model.initial_state(1)
     with running(model, "bf16"):
         graph = decoder(model, start)
@@ -121,13 +128,13 @@ def timed(model: gss.LanguageModel, batch: int, tokens: int, sampling: Sampling)
     return {"first_token_s": round(first, 3), "tokens_per_s": round((count - batch) / seconds, 1)}
 
 
-def streamed(model: gss.LanguageModel, tokens: int) -> dict[str, Any]:
+def streamed(name: str, tokens: int) -> dict[str, Any]:
     """`stream` in both ways, 1 and 64 prompts; the second of two runs, the first compiles."""
-    found = {}
-    for name, sampling in WAYS.items():
+    model, found = untrained(name), {}
+    for way, sampling in WAYS.items():
         for batch in (1, 64):
             timed(model, batch, 64, sampling)
-            found[f"{name}, {batch}"] = timed(model, batch, tokens, sampling)
+            found[f"{way}, {batch}"] = timed(model, batch, tokens, sampling)
     return found
 
 
@@ -200,10 +207,8 @@ def main() -> None:
         part("generate, greedy", lambda: command(run, options.tokens, "--temperature", "0"))
         part("stages", lambda: stages(run))
         for name in (options.model, *options.others):
-            torch.manual_seed(0)
-            model = gss.build_model(gss.preset(name)).cuda().eval()
-            part(f"{name}, check", partial(check, model))
-            part(f"{name}, stream", partial(streamed, model, options.tokens))
+            part(f"{name}, check", partial(check, name))
+            part(f"{name}, stream", partial(streamed, name, options.tokens))
             if name == options.model:
                 part("serve", lambda: clients(run, options.served, 3))
     bare, answers = found[f"{options.model}, stream"], found["serve"]
