@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gss
-from gss.generate import read
+from gss.generate import Sampling, read, stream
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast
@@ -137,3 +137,14 @@ def test_many_sequences_decode_alike_with_and_without_kernels() -> None:
         with fast.disabled():
             expected, _ = model(tokens[:, :1], state)
     assert relative_error(found.cpu(), expected.cpu()) < 0.02
+
+
+def test_a_single_row_in_float32_is_the_models_own() -> None:
+    """By the plain decoder, which speculates on a CPU alone."""
+    model = gss.build_model(small_config("gss")).cuda().eval()
+    tokens = [1, 2, 3]
+    for token in stream(model, tokens, precision="fp32", max_tokens=20, sampling=Sampling(temperature=0)):
+        with torch.no_grad():
+            logits, _ = model(torch.tensor([tokens]).cuda())
+        assert token == int(logits[0, -1].argmax())
+        tokens.append(token)

@@ -159,10 +159,12 @@ class Decoder(BlockedDecoder):
     @torch.no_grad()
     def advance(self) -> Draw:
         # Reading several tokens of a row at a time costs little more than one where products of few rows are in C.
-        if self.speculate and self._block.rows == 1 and cpu.library() is not None:
+        if not self.speculate or self._tokens.device.type != "cpu" or cpu.library() is None:
+            return self.generate(1)
+        if self._block.rows == 1:
             return self._verify(self._lookups[0])
         drawn = self.generate(1)
-        for lookup, token in zip(self._lookups, drawn.tokens[0].tolist() if self.speculate else (), strict=False):
+        for lookup, token in zip(self._lookups, drawn.tokens[0].tolist(), strict=True):
             lookup.extend([token])
         return drawn
 

@@ -198,7 +198,8 @@ class GraphDecoder(BlockedDecoder):
         tokens = torch.empty(steps, stream.batch, dtype=torch.int64, device=stream.device)
         drawn: list[Draw] = []
         for step in range(steps):
-            stream.embed(self._embedding, self._wavenumber, early=step > 0 and not drawn)
+            given = drawn[-1].tokens if drawn else stream.tokens
+            stream.embed(given, self._embedding, self._wavenumber, early=step > 0 and not drawn)
             for layer in room.layers:
                 layer.launch()
             stream.head(self._norm, self._head)
@@ -206,8 +207,10 @@ class GraphDecoder(BlockedDecoder):
                 stream.choose(tokens[step])
             else:
                 drawn.append(room.sampler.draw(stream.logits, stream.position, work))
-                stream.tokens.copy_(drawn[-1].tokens)
-        return Draw.join(drawn, torch.stack) if drawn else Draw(tokens)
+        if not drawn:
+            return Draw(tokens)
+        stream.tokens.copy_(drawn[-1].tokens)
+        return Draw.join(drawn, torch.stack)
 
     def _fold_layers(self, late: bool) -> Draw:
         """Fold the blocks of all layers, some side by side."""
@@ -222,6 +225,7 @@ class GraphDecoder(BlockedDecoder):
             with torch.cuda.stream(stream):
                 for layer in layers[number::_BESIDE]:
                     layer.fold(late)
+        for stream in beside:  # only now: a stream would wait for those that are waited for already
             torch.cuda.current_stream().wait_stream(stream)
         return Draw(self._room.stream.tokens)
 

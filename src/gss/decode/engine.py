@@ -160,16 +160,15 @@ class Engine:
             read = self.prompts.round()
             # States that grow differ in length: joined, each would be as long as the longest.
             together = [read] if self.prompts.bounded else [[prompt] for prompt in read]
-            return [output for prompts in together for output in self._begin(prompts)]
+            outputs = [output for prompts in together for output in self._begin(prompts)]
+        if self._device.type == "cuda" and self._in_flight is None and not len(self.prompts):
+            self._in_flight = self._begin_step()  # the device goes on while the first tokens are looked at
+        return outputs
 
     @torch.no_grad()
     def step(self) -> list[Output]:
         """The next tokens of every continuation in the batch (on a GPU, those that were begun a step before)."""
-        count, ahead = self.decoder.stride, self._in_flight is not None
-        fetched = None
-        if any(row.left > count * ahead for row in self._running):
-            with running(self.model, self.precision):
-                fetched = _Fetched(self._running, self.decoder.advance())
+        fetched = self._begin_step()
         if self._device.type == "cuda":
             fetched, self._in_flight = self._in_flight, fetched
         handed_out = list(fetched.outputs()) if fetched else []
@@ -220,6 +219,14 @@ class Engine:
         if going:
             self.decoder.join(state, sampler, draw.tokens, [rows[place].request.prompt for place in going])
             self._running += [rows[place] for place in going]
+
+    def _begin_step(self) -> _Fetched | None:
+        """Set the decoder off for more tokens, unless those under way are all that are wanted."""
+        under_way = self.decoder.stride if self._in_flight else 0
+        if not any(row.left > under_way for row in self._running):
+            return None
+        with running(self.model, self.precision):
+            return _Fetched(self._running, self.decoder.advance())
 
     def _leave(self, leaving: Iterable[_Row]) -> None:
         """Take rows out of the batch."""

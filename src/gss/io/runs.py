@@ -75,7 +75,8 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         first = {name.removeprefix("first."): tensors.pop(name) for name in list(tensors) if name.startswith("first.")}
         if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
             raise ValueError("the sizes are others")
-        model = build_model(described)
+        with _NothingDrawn():  # every number is about to be read
+            model = build_model(described)
         expect(model, {name: tensor.shape for name, tensor in tensors.items()})
         model.load_state_dict(tensors)
         model.start_from(ModelState.from_named(first) if first else None)
@@ -144,7 +145,7 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Skip random initialization on the meta device, for which torch would import its compiler."""
+    """Skip random initialization: seconds for a large model, and on the meta device torch would import its compiler."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):

@@ -167,14 +167,14 @@ class Stream:
         self._counted += 1
         return self.counters[self._counted - 1]
 
-    def embed(self, embedding: Tensor, wavenumber: Tensor | None, early: bool) -> None:
-        """Begin the step of `tokens`; `wavenumber` [E / 2] where positions are sinusoidal.
+    def embed(self, tokens: Tensor, embedding: Tensor, wavenumber: Tensor | None, early: bool) -> None:
+        """Begin the step of tokens [B]; `wavenumber` [E / 2] where positions are sinusoidal.
 
         `early`: what comes before it is one of these kernels, so that it may be launched before that has ended.
         """
         E = self.form.width
         decode.embed_rows[(self.batch,)](
-            self.tokens, self.counters, self.read, embedding, self.counters if wavenumber is None else wavenumber,
+            tokens, self.counters, self.read, embedding, self.counters if wavenumber is None else wavenumber,
             self.x, embedding.shape[0], E, self.form.block,
             COUNTERS=self._counted, SINUSOIDS=wavenumber is not None, E_PAD=pad(E), **self.launch(early=early),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Drawing the next token of every row in one kernel: the fast path of `gss.decode.sampler`.
 
 A program has a row to itself and holds its weights, up to 32,768, in registers. The likeliest tokens that are kept are
-found without sorting, by bisecting the bits of the smallest weight among them; tokens that tie for the last place are
-all kept.
+found without sorting, by bisecting the bits of the smallest weight among them until no other weight lies between the
+bounds; tokens that tie for the last place are all kept.
 """
 
 import torch
@@ -47,10 +47,12 @@ def draw_rows(
         weight = tl.where(inside, tl.exp((logits - peak) / tl.maximum(temperature, 1e-30)), 0.0)
         weight = tl.where(weight >= min_p, weight, 0.0)
         if top_k < V:
-            weight = tl.where(weight.to(tl.int32, bitcast=True) >= cut(weight, 1.0, top_k, 0), weight, 0.0)
+            least = cut(weight, top_k.to(tl.float32), 0.0, 0)
+            weight = tl.where(weight.to(tl.int32, bitcast=True) >= least, weight, 0.0)
         if top_p < 1:
-            bound = top_p * tl.sum(weight, 0)
-            weight = tl.where(weight.to(tl.int32, bitcast=True) >= cut(weight, bound, 0, 1), weight, 0.0)
+            total = tl.sum(weight, 0)
+            least = cut(weight, top_p * total, total, 1)
+            weight = tl.where(weight.to(tl.int32, bitcast=True) >= least, weight, 0.0)
         reached = tl.cumsum(weight, 0)
         noise = mixed(mixed(tl.load(seed_at + row) + -0x61C8864680B583EB) + tl.load(position_at + row))
         share = ((noise >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) * 2.220446049250313e-16
@@ -65,19 +67,35 @@ def draw_rows(
 
 
 @triton.jit
-def cut(weight, bound, count, MASS: tl.constexpr):
-    """The least bits t for which the weights above t number under `count`, or sum to under `bound` if MASS."""
+def cut(weight, bound, total, MASS: tl.constexpr):
+    """The least bits t for which the weights above t number under `bound` or, if MASS, sum to under it, of `total`.
+
+    Lower bits are as good where no weight lies between: it ends when what lies there is one weight and no more.
+    """
     bits = weight.to(tl.int32, bitcast=True)
+    size: tl.constexpr = weight.shape[0]
     low = tl.full((), 0, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)  # weights are at most 1, and none is above that
-    for _ in range(30):
+    above_low = tl.full((), size, tl.float32)  # the number or the sum of weights from `low` on, or more
+    above_high = tl.full((), 0.0, tl.float32)
+    least = tl.full((), 1.0, tl.float32)  # what each weight between counts for, or less
+    if MASS:  # smaller weights than that do not sum to what may be left out, however many there are
+        least = tl.maximum(0.5 * (total - bound) / size, 0.0)
+        low = least.to(tl.int32, bitcast=True)
+        above_low = total
+    while (low < high) & (above_low - above_high > 1.5 * least):
         middle = (low + high) // 2
         if MASS:
-            few = tl.sum(tl.where(bits > middle, weight, 0.0), 0) < bound
+            above = tl.sum(tl.where(bits > middle, weight, 0.0), 0)
         else:
-            few = tl.sum((bits > middle).to(tl.int32), 0) < count
+            above = tl.sum((bits > middle).to(tl.float32), 0)
+        few = above < bound
+        above_high = tl.where(few, above, above_high)
+        above_low = tl.where(few, above_low, above)
         low = tl.where(few, low, middle + 1)
         high = tl.where(few, middle, high)
+        if MASS:
+            least = low.to(tl.float32, bitcast=True)
     return low
 
 
