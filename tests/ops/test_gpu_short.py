@@ -74,7 +74,7 @@ def test_what_a_compiler_is_told() -> None:
 
 @pytest.mark.parametrize("length", [2, 40])
 def test_a_layer_takes_it(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits, with the state of an earlier piece, and gives what plain PyTorch gives; not where it is turned off."""
+    """In 16 bits, with the state of an earlier piece, and gives what plain PyTorch gives; not where turned off."""
     config = gss.preset("gss2-tiny", state_space={"modes": 8}, matrix_state={"heads": 2, "value_width": 16})
     layer = GSS2Layer(config).to(DEVICE).bfloat16()
     torch.nn.init.normal_(layer.output.weight)

@@ -53,8 +53,8 @@ class GSS2Layer(SequenceLayer):
         layers = (self.query, self.key, self.value)
         if fast.half(x) is None or any(type(layer) is not nn.Linear for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        return F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+        weight = torch.cat(tuple(layer.weight for layer in layers))
+        return F.linear(x, weight, None if self.query.bias is None else torch.cat(tuple(layer.bias for layer in layers)))
 
     @each_document_alone
     def mix(
@@ -79,8 +79,8 @@ class GSS2Layer(SequenceLayer):
         recent, modes = (None, None) if state is None else (state["recent"], state["modes"])
         with torch.autocast(x.device.type, enabled=False):
             rate = space.rate()
-            parts = short_mix(x, self.short.taps, space.scales(rate), recent, space.heads)
-            y, modes = matrix_state.scan(*parts, rate, modes, skip=space.skip)
+            queries, keys, values = short_mix(x, self.short.taps, space.scales(rate), recent, space.heads)
+            y, modes = matrix_state.scan(queries, keys, values, rate, modes, skip=space.skip)
         if not keep_state:
             return y, {}
         return y, {"modes": modes, "recent": self.short.kept(x, recent)}
