@@ -127,6 +127,13 @@ def _load_state(at, mask, FURTHER: tl.constexpr):
 
 
 @triton.jit
+def _load_joined(at, mask, MODES: tl.constexpr, PRODUCTS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """A state as an operand of products, [BD, 2·BN]."""
+    re, im = _load_state(at, mask, MODES)
+    return _joined(re.to(PRODUCTS), im.to(PRODUCTS), BD, BN)
+
+
+@triton.jit
 def _store_state(at, mask, re, im, FURTHER: tl.constexpr):
     kind = at.dtype.element_ty
     tl.store(at, re.to(kind), mask=mask)
@@ -244,8 +251,7 @@ def output_kernel(
         d = tile + tl.arange(0, BD)
         v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
         at, mask = _state_at(states, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-        re, im = _load_state(at, mask, MODES)
-        before = _joined(re.to(PRODUCTS), im.to(PRODUCTS), BD, BN)
+        before = _load_joined(at, mask, MODES, PRODUCTS, BD, BN)
         out = _product(q, tl.trans(before), v.to(tl.float32) * through)
         out = _product(scores, v, out)
         _store_values(y, i, live, heads * VALUES, d, out, VALUES)
@@ -300,42 +306,53 @@ def gradient_kernel(
     # Transposed, as the values' gradient wants them.
     scores = _product(k, tl.trans(q), tl.zeros((C, C), tl.float32))
     scores = _rounded(tl.where(i[:, None] <= i[None, :], scores, 0.0), KIND, PRODUCTS)
+    here = (batch * chunks + chunk) * heads + head
+    # One gradient after the other: what they share is found in the cache again, registers are scarcer.
     by_scores = tl.zeros((C, C), tl.float32)
-    gq, gk = tl.zeros((C, 2 * BN), tl.float32), tl.zeros((C, 2 * BN), tl.float32)
-    past_re, past_im = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     for tile in range(0, VALUES, BD):
         d = tile + tl.arange(0, BD)
         v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
         g = _load_values(grad, i, live, grad_row, d, VALUES, KIND, PRODUCTS)
-        at, mask = _state_at(states, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-        s_re, s_im = _load_state(at, mask, MODES)
-        at, mask = _state_at(ahead, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-        r_re, r_im = _load_state(at, mask, MODES)
-        across_re, across_im = _conjugate_sum(r_re, r_im, s_re, s_im)
-        past_re += across_re
-        past_im += across_im
-        s = _joined(s_re.to(PRODUCTS), s_im.to(PRODUCTS), BD, BN)
-        r = _joined(r_re.to(PRODUCTS), r_im.to(PRODUCTS), BD, BN)
         by_scores = _product(g, tl.trans(v), by_scores)
-        gq, gk = _product(g, s, gq), _product(v, r, gk)
+        at, mask = _state_at(ahead, here, d, n, MODES, VALUES)
+        r = _load_joined(at, mask, MODES, PRODUCTS, BD, BN)
         gv = _product(scores, g, g.to(tl.float32) * through)
         gv = _product(k, tl.trans(r), gv)
         _store_values(by_values, i, live, heads * VALUES, d, gv, VALUES)
     by_scores = tl.where(i[:, None] >= i[None, :], by_scores, 0.0)
     distance = (i[:, None] - i[None, :]).to(tl.float32)
-    size = tl.minimum(C, length - chunk * C)
+    partial += here * (2 * MODES + 1)
+    tl.store(partial + 2 * MODES, tl.sum(tl.sum(tl.where(distance == 0, by_scores, 0.0), 1), 0))
     far = _rounded(by_scores * distance, KIND, PRODUCTS)
+    by_scores = _rounded(by_scores, KIND, PRODUCTS)
+    gq = tl.zeros((C, 2 * BN), tl.float32)
+    for tile in range(0, VALUES, BD):
+        d = tile + tl.arange(0, BD)
+        g = _load_values(grad, i, live, grad_row, d, VALUES, KIND, PRODUCTS)
+        at, mask = _state_at(states, here, d, n, MODES, VALUES)
+        gq = _product(g, _load_joined(at, mask, MODES, PRODUCTS, BD, BN), gq)
     far_re, far_im = _parts(_product(far, k, gq * (i + 1).to(tl.float32)[:, None]), C, BN)
     rate_re, rate_im = _conjugate_sum(q_re, q_im, far_re, far_im)
-    gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
-    out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
-    partial += ((batch * chunks + chunk) * heads + head) * (2 * MODES + 1)
-    tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
-    tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
-    tl.store(partial + 2 * MODES, tl.sum(tl.sum(tl.where(distance == 0, by_scores, 0.0), 1), 0))
-    by_scores = _rounded(by_scores, KIND, PRODUCTS)
     gq_re, gq_im = _parts(_product(by_scores, k, gq), C, BN)
     by_queries, by_keys = by_queries + place * (2 * MODES), by_keys + place * (2 * MODES)
     _store_turned_back(by_queries, table, live, heads, head, i, n, gq_re, gq_im, True, MODES, C)
+    gk = tl.zeros((C, 2 * BN), tl.float32)
+    past_re, past_im = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    for tile in range(0, VALUES, BD):
+        d = tile + tl.arange(0, BD)
+        v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
+        at, mask = _state_at(states, here, d, n, MODES, VALUES)
+        s_re, s_im = _load_state(at, mask, MODES)
+        at, mask = _state_at(ahead, here, d, n, MODES, VALUES)
+        r_re, r_im = _load_state(at, mask, MODES)
+        across_re, across_im = _conjugate_sum(r_re, r_im, s_re, s_im)
+        past_re += across_re
+        past_im += across_im
+        gk = _product(v, _joined(r_re.to(PRODUCTS), r_im.to(PRODUCTS), BD, BN), gk)
+    size = tl.minimum(C, length - chunk * C)
+    gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
+    out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
+    tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
+    tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
     gk_re, gk_im = _parts(_product(tl.trans(by_scores), q, gk), C, BN)
     _store_turned_back(by_keys, table, live, heads, head, i, n, gk_re, gk_im, False, MODES, C)
