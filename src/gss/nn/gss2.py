@@ -6,7 +6,6 @@ per head, modes × values, of constant size: what a token wrote under a key is f
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +53,9 @@ class GSS2Layer(SequenceLayer):
         if fast.half(x) is None or any(type(layer) is not nn.Linear for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
         weight = torch.cat(tuple(layer.weight for layer in layers))
-        return F.linear(x, weight, None if self.query.bias is None else torch.cat(tuple(layer.bias for layer in layers)))
+        return F.linear(
+            x, weight, None if self.query.bias is None else torch.cat(tuple(layer.bias for layer in layers))
+        )
 
     @each_document_alone
     def mix(
@@ -66,15 +67,15 @@ class GSS2Layer(SequenceLayer):
             from gss.ops.gpu import short
 
             if short.FUSED and len(self.short.taps) == short.TAPS:
-                return self._mix_on_gpu(short.short_mix, projected.to(half), state, keep_state)
+                return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
         y, modes = self.state_space.mix(F.silu(convolved), state and state["modes"], keep_state)
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
 
-    def _mix_on_gpu(
-        self, short_mix: Callable[..., Any], x: Tensor, state: LayerState | None, keep_state: bool
-    ) -> tuple[Tensor, LayerState]:
+    def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
         """`mix` by kernels alone."""
+        from gss.ops.gpu.short import short_mix
+
         space = self.state_space
         recent, modes = (None, None) if state is None else (state["recent"], state["modes"])
         with torch.autocast(x.device.type, enabled=False):

@@ -6,23 +6,21 @@ before it, Ŝ = e^{λ(c+1)}·S. Then everything between the turns is real matrix
 and the gradient is, with R that of the bracket,
     dQ' = tril(dY·Vᵀ)·K' + dY·Ŝᵀ,   dK' = tril(dY·Vᵀ)ᵀ·Q' + V·Rᵀ,   dV = tril(Q'K'ᵀ)ᵀ·dY + K'R,
     R of the chunk before = (e^{λC})*·(R + Q'ᵀdY):
-the same recurrence backwards, so one kernel makes the states of both directions. The forward kernel goes along the
-chunks with the state in registers. Where rows, heads and tiles of values are few, the sequence is cut into segments:
-a first pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
-The gradient is one program per chunk, from states at every chunk's start that are computed again, not kept.
+the same recurrence backwards, so one kernel makes the states of both directions. It goes along the chunks with the
+state in registers and writes the one before each; all else is one program per chunk, side by side: what takes long in
+a chunk is waiting for one small product after the other, and many chunks can wait at once. States of the forward pass
+are kept for the gradient. Where rows, heads and tiles of values are few, the sequence is cut into segments: a first
+pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
 
 λ's gradient is summed where its terms arise, each with the distance that it really bridges (i − j inside a chunk,
 i + 1 from the state before it, C − 1 − j to the one after, C past the whole of it). The shorter form, a sum of
 positions times q*·dq − dk*·k, would be a small difference of large numbers for fast modes.
 
 What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
-    forward   768 bytes (q, k, v in, y out; the second tile of values finds q and k in the cache), 384 more (k, v) with
-              segments; 65,536 FLOPs (of which 8,192 are the second tile's scores), 81,920 with segments
-    backward  2,688 bytes: states 640 (k, v in, 256 out), their gradients 640, all at once 1,408; 384 more with
-              segments; 147,456 FLOPs, 163,840 with segments
-At 4.2 TB/s and 740 TFLOP/s, for 16 × 4,096 tokens of 4 heads: forward 48 µs by bytes (72 with segments) and 23 by
-FLOPs (29), backward 168 µs (192) and 52 (58). Memory is the floor of all kernels. The lightest backward conceivable
-(q, k, v, dY in, dQ, dK, dV out, each once) would be 1,280 bytes: 80 µs.
+    forward   1,664 bytes: states 640 (k, v in, 256 out), outputs 1,024 (q, k, v and states in, y out)
+    backward  2,432 bytes: the gradient's states 640, all gradients 1,792; 384 more each way with segments
+At 4.2 TB/s, for 32 × 4,096 tokens of 4 heads: forward 208 µs, backward 304 µs. FLOPs would take a quarter of it. Both
+would be less, 768 and 1,280 bytes, if one program kept the state and did everything along a row; that was slower.
 """
 
 import torch
@@ -37,7 +35,7 @@ PROGRAMS = 256
 """Segments are added until there are about so many programs."""
 STATES = {"num_warps": 4, "num_stages": 3}
 OUTPUT = {"num_warps": 4, "num_stages": 1}
-GRADIENT = {"num_warps": 8, "num_stages": 1}
+GRADIENT = {"num_warps": 8, "num_stages": 1, "maxnreg": 128}
 TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 """Values of a program, and values at a time where it has them all."""
 

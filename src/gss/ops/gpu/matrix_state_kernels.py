@@ -332,6 +332,8 @@ def gradient_kernel(
         at, mask = _state_at(states, here, d, n, MODES, VALUES)
         gq = _product(g, _load_joined(at, mask, MODES, PRODUCTS, BD, BN), gq)
     far_re, far_im = _parts(_product(far, k, gq * (i + 1).to(tl.float32)[:, None]), C, BN)
+    cos, sin = _turns(table, head, i, n, True, MODES, C)  # again: they need not wait in registers
+    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
     rate_re, rate_im = _conjugate_sum(q_re, q_im, far_re, far_im)
     gq_re, gq_im = _parts(_product(by_scores, k, gq), C, BN)
     by_queries, by_keys = by_queries + place * (2 * MODES), by_keys + place * (2 * MODES)
@@ -351,6 +353,8 @@ def gradient_kernel(
         gk = _product(v, _joined(r_re.to(PRODUCTS), r_im.to(PRODUCTS), BD, BN), gk)
     size = tl.minimum(C, length - chunk * C)
     gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
+    cos, sin = _turns(table, head, i, n, False, MODES, C)
+    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
     out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
     tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
     tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
