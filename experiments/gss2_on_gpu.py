@@ -200,7 +200,6 @@ def variants() -> Iterator[Callable[[], object]]:
     warps = lambda w, s=1, **more: {"num_warps": w, "num_stages": s, **more}  # noqa: E731
     rows = lambda r, w, **more: {"ROWS": r, "num_warps": w, **more}  # noqa: E731
     choices: list[tuple[str, Any, dict[str, Any]]] = [
-        ("short backward", short, {"BACKWARD": rows(8, 4, maxnreg=128)}),
         ("short backward", short, {"BACKWARD": rows(4, 4)}),
         ("gradient", kernels, {"GRADIENT": warps(4, maxnreg=168)}),
         ("gradient", kernels, {"GRADIENT_TILE": 32}),
@@ -219,6 +218,7 @@ def variants() -> Iterator[Callable[[], object]]:
         ("output", kernels, {"OUTPUT": warps(4, maxnreg=128)}),
         ("states", kernels, {"STATES": warps(4, 4)}),
         ("short backward", short, {"BACKWARD": rows(16, 8)}),
+        ("short backward", short, {"BACKWARD": rows(8, 4, maxnreg=128)}),
     ]
     for kernel, module, values in choices:
 
