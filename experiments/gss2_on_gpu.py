@@ -1,9 +1,10 @@
-"""GSS2 on a GPU: the matrix state's kernels against float64, and how fast they, a layer and training steps are.
+"""GSS2 on a GPU: training steps and their kernels, errors against float64, and the kernels' times and settings.
 
-    python -m experiments.gss2_on_gpu [--out FILE] [--seconds 95]
+    python -m experiments.gss2_on_gpu [--out FILE] [--seconds 65]
 
 Floors are those that gss/ops/gpu/matrix_state.py counts. What has not begun at `--seconds` is left out; the settings
-of the kernels come last, so that they can be left out. The table is printed line by line, the file rewritten with it.
+of the kernels come last, so that they can be left out. The table is printed line by line, the file rewritten with it;
+the best setting of each kernel ends it.
 """
 
 import argparse
@@ -17,16 +18,19 @@ from typing import Any
 import torch
 
 import gss
-from experiments.kernels import TABLE, error, milliseconds, row, training
-from gss.ops import fast, matrix_state
+from experiments.kernels import TABLE, error, milliseconds, row, show_profile, training
+from gss.nn.gss2 import GSS2Layer, ShortConvolution
+from gss.ops import matrix_state
 from gss.ops.gpu import matrix_state as kernels
+from gss.ops.gpu import short
 
 MODES, WIDTH = 32, 128
 BANDWIDTH = 4.2e12
-FORWARD_BYTES, BACKWARD_BYTES, SEGMENT_BYTES = 768, 2688, 384
+FORWARD_BYTES, BACKWARD_BYTES, SEGMENT_BYTES = 1664, 2432, 384
 NAMES = ("queries", "keys", "values", "rate", "state", "skip")
-MODELS = ("gss2-small", "llama-small", "gss-hybrid-small")
-SHAPES = ((16, 4096, 4), (32, 4096, 8), (1, 65_536, 8))
+SHAPE = (32, 4096, 4)
+RESULTS: dict[str, list[tuple[float, str]]] = {}
+"""Milliseconds and settings, by kernel."""
 
 
 def operands(
@@ -72,14 +76,12 @@ def errors(batch: int, length: int, heads: int, kind: torch.dtype, *sizes: int) 
             row(f"{name} the gradient by rate, the worst mode", by_mode.max().item(), "relative")
 
 
-def times(batch: int, length: int, heads: int) -> None:
-    *sequence, rate, _, skip = operands(batch, length, heads, torch.bfloat16)
-    _, shape = kernels._layout(sequence[1], sequence[2])
-    tokens, segments = batch * length * heads, shape[1]
-    more = SEGMENT_BYTES if segments > 1 else 0
+def scan_runs() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward, at the settings of now."""
+    *sequence, rate, _, skip = operands(*SHAPE, torch.bfloat16)
     y, *rest = kernels.matrix_scan(*sequence, rate, skip, None)
     grad = torch.randn_like(y)
-    after, starts, table = (t.detach() for t in rest)
+    after, states, table = (t.detach() for t in rest)
 
     def forward() -> None:
         with torch.no_grad():
@@ -87,64 +89,142 @@ def times(batch: int, length: int, heads: int) -> None:
 
     def backward() -> None:
         with torch.no_grad():
-            kernels.matrix_scan_backward(grad, after, starts, table, *sequence, skip)
+            kernels.matrix_scan_backward(grad, after, states, table, *sequence, skip)
 
-    name = f"scan {batch}x{length}, {heads} heads, {segments} segments"
-    for what, run, size in (("forward", forward, FORWARD_BYTES), ("backward", backward, BACKWARD_BYTES)):
-        spent = milliseconds(run)
-        floor = tokens * (size + more) / BANDWIDTH * 1e3
-        row(f"{name}: {what}", spent)
-        row(f"{name}: {what}, of the floor {floor:.3f} ms", floor / spent, "of 1")
+    return forward, backward
 
 
-def layer(batch: int, length: int, compiled: bool, plain: bool) -> None:
-    torch._dynamo.reset()
-    module = gss.build_model(gss.preset("gss2-small", depth=1)).layers[0].cuda()
-    x = torch.randn(batch, length, 512, device="cuda", requires_grad=True)
-    if compiled:
-        module.compile()
+def short_inputs(batch: int, length: int, kind: torch.dtype) -> list[torch.Tensor]:
+    """x, taps, scale and the tokens before, for four heads of 64 and 128."""
+    channels = SHAPE[2] * (4 * MODES + WIDTH)
+    x, recent = (torch.randn(batch, n, channels, device="cuda").to(kind) for n in (length, 3))
+    taps = torch.randn(4, channels, device="cuda") / 2
+    scale = torch.rand(2 * SHAPE[2], 2 * MODES, device="cuda")
+    return [t.requires_grad_() for t in (x, taps, scale, recent)]
 
-    def run() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            y = module(x, None, False)[0]
-        y.sum().backward()
 
-    name = f"layer of gss2-small {batch}x{length}{', compiled' if compiled else ''}{', plain scan' if plain else ''}"
-    with fast.disabled() if plain else nothing():
-        row(f"{name}: forward and backward", milliseconds(run))
+def short_errors(batch: int, length: int) -> None:
+    """Of the fused operation, against plain modules in float64."""
+    inputs = short_inputs(batch, length, torch.bfloat16)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    x, taps, scale, recent = exact
+    with torch.device("cuda"):
+        module = ShortConvolution(x.shape[2], 4).double()
+    convolved, _ = torch.func.functional_call(module, {"taps": taps}, (x, {"recent": recent}))
+    heads = SHAPE[2]
+    keys = heads * 2 * MODES
+    parts = torch.nn.functional.silu(convolved).split([keys, keys, heads * WIDTH], dim=-1)
+    q, k, v = (t.unflatten(-1, (heads, -1)) for t in parts)
+    normed = [torch.nn.functional.rms_norm(t, t.shape[-1:], eps=1e-6) for t in (q, k)]
+    expected = [*(t * s for t, s in zip(normed, scale.chunk(2), strict=True)), v]
+    found = short.short_mix(*inputs, heads)
+    weights = [torch.randn_like(t) for t in found]
+    torch.autograd.backward(expected, [w.double() for w in weights])
+    torch.autograd.backward(found, weights)
+    name = f"short {batch}x{length}: error of"
+    for what, a, b in zip(NAMES, found, expected, strict=False):
+        row(f"{name} {what}", error(a.detach(), b.detach()), "relative")
+    for what, a, b in zip(("x", "taps", "scale", "recent"), inputs, exact, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        row(f"{name} the gradient by {what}", error(a.grad, b.grad), "relative")
+
+
+def short_runs() -> tuple[Callable[[], object], Callable[[], object]]:
+    x, taps, scale, _ = (t.detach() for t in short_inputs(*SHAPE[:2], torch.bfloat16))
+    grads = [torch.randn_like(t) for t in short.short_mix(x, taps, scale, None, SHAPE[2])]
+    return (
+        lambda: short.short_mix(x, taps, scale, None, SHAPE[2]),
+        lambda: short.short_mix_backward(*grads, x, taps, scale, None),
+    )
+
+
+def layer_errors(batch: int, length: int) -> None:
+    """A layer in bfloat16 by autocast against itself in float64, which no kernel takes: outputs and gradients."""
+    config = gss.preset("gss2-small", zero_outputs=False)
+    module, exact = GSS2Layer(config).to("cuda"), GSS2Layer(config).to("cuda").double()
+    exact.load_state_dict(module.state_dict())
+    x = torch.randn(batch, length, 512, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        found = module(x, None, False)[0]
+    expected = exact(x.double(), None, False)[0]
+    weight = torch.randn_like(found)
+    found.backward(weight)
+    expected.backward(weight.double())
+    row(f"layer {batch}x{length}: error of y − x", error(found.detach() - x, expected.detach() - x), "relative")
+    for (name, a), b in zip(module.named_parameters(), exact.parameters(), strict=True):
+        if a.grad is not None and b.grad is not None and b.grad.norm() > 0:
+            row(f"layer {batch}x{length}: error of the gradient by {name}", error(a.grad, b.grad), "relative")
+
+
+def measure(kernel: str, runs: Callable[[], tuple[Callable[[], object], ...]], label: str) -> None:
+    """One line: forward and backward, and for a kernel of only one of them, that one counts."""
+    forward, backward = (milliseconds(run) for run in runs())
+    counted = {"output": forward, "short forward": forward, "gradient": backward, "short backward": backward}
+    spent = counted.get(kernel, forward + backward)
+    RESULTS.setdefault(kernel, []).append((spent, label))
+    TABLE.append({"name": f"{kernel}: {label}", "forward": forward, "backward": backward, "unit": "ms"})
+    print(f"{kernel:16} {label:70} forward {forward:7.4f} backward {backward:7.4f} ms", flush=True)
+
+
+def times() -> None:
+    """Both operations at the settings of now, then kernel by kernel."""
+    tokens = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    for kernel in ("states", "output", "gradient"):
+        measure(kernel, scan_runs, "as set")
+    for kernel in ("short forward", "short backward"):
+        measure(kernel, short_runs, "as set")
+    for what, size in (("forward", FORWARD_BYTES), ("backward", BACKWARD_BYTES)):
+        row(f"scan's {what}: floor", tokens * size / BANDWIDTH * 1e3)
+    size = SHAPE[0] * SHAPE[1] * SHAPE[2] * (4 * MODES + WIDTH) * 2
+    row("short forward: floor", 2 * size / BANDWIDTH * 1e3)
+    row("short backward: floor", 3 * size / BANDWIDTH * 1e3)
+    for runs in (scan_runs(), short_runs()):
+        show_profile(lambda runs=runs: [run() for run in runs], 12)
 
 
 @contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def setting(name: str, value: Any) -> Iterator[None]:
-    before = getattr(kernels, name)
-    setattr(kernels, name, value)
+def settings(module: Any, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(kernels, name, before)
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
-def variants() -> Iterator[Callable[[], None]]:
-    """Each kernel's other settings, at the first shape."""
-    choices: list[tuple[str, Any]] = [("PROGRAMS", n) for n in (1, 256, 1024, 2048)]
-    choices += [("SCAN", {"num_warps": w, "num_stages": s}) for w, s in ((4, 1), (4, 3), (8, 2))]
-    choices += [("STATES", {"num_warps": w, "num_stages": s}) for w, s in ((4, 2), (4, 4), (8, 3))]
-    choices += [("GRADIENT", {"num_warps": w, "num_stages": s}) for w, s in ((8, 1), (4, 1))]
-    choices += [("GRADIENT", {"num_warps": 8, "num_stages": 1, "maxnreg": 128}), ("GRADIENT_TILE", 64)]
-    for name, value in choices:
+def variants() -> Iterator[Callable[[], object]]:
+    """Each kernel's other settings, the most promising first."""
+    warps = lambda w, s=1, **more: {"num_warps": w, "num_stages": s, **more}  # noqa: E731
+    rows = lambda r, w, **more: {"ROWS": r, "num_warps": w, **more}  # noqa: E731
+    choices: list[tuple[str, Any, dict[str, Any]]] = [
+        ("short backward", short, {"BACKWARD": rows(4, 4)}),
+        ("gradient", kernels, {"GRADIENT": warps(4, maxnreg=168)}),
+        ("gradient", kernels, {"GRADIENT_TILE": 32}),
+        ("states", kernels, {"PROGRAMS": 1024}),
+        ("output", kernels, {"OUTPUT_TILE": 64}),
+        ("short forward", short, {"FORWARD": rows(4, 4)}),
+        ("short forward", short, {"FORWARD": rows(16, 4)}),
+        ("states", kernels, {"TILE": 128, "STATES": warps(8, 3)}),
+        ("gradient", kernels, {"GRADIENT": warps(8)}),
+        ("states", kernels, {"STATES": warps(4, 2)}),
+        ("short backward", short, {"STRETCH": 128}),
+        ("short backward", short, {"STRETCH": 32}),
+        ("gradient", kernels, {"GRADIENT": warps(4), "GRADIENT_TILE": 64}),
+        ("output", kernels, {"OUTPUT": warps(8)}),
+        ("states", kernels, {"PROGRAMS": 512}),
+        ("output", kernels, {"OUTPUT": warps(4, maxnreg=128)}),
+        ("states", kernels, {"STATES": warps(4, 4)}),
+        ("short backward", short, {"BACKWARD": rows(16, 8)}),
+        ("short backward", short, {"BACKWARD": rows(8, 4, maxnreg=128)}),
+    ]
+    for kernel, module, values in choices:
 
-        def run(name: str = name, value: Any = value) -> None:
-            print(name, value, flush=True)
-            with setting(name, value):
-                begun = len(TABLE)
-                times(*SHAPES[0])
-                for line in TABLE[begun:]:
-                    line["name"] = f"{name} {value}: {line['name']}"
+        def run(kernel: str = kernel, module: Any = module, values: dict[str, Any] = values) -> None:
+            with settings(module, values):
+                measure(kernel, scan_runs if module is kernels else short_runs, str(values))
 
         yield run
 
@@ -152,24 +232,23 @@ def variants() -> Iterator[Callable[[], None]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gss2_on_gpu.json"))
-    parser.add_argument("--seconds", type=float, default=95)
+    parser.add_argument("--seconds", type=float, default=65)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
-    parts: list[Callable[[], None]] = [
+    train = lambda name: training(*SHAPE[:2], True, False, name, rows=25)  # noqa: E731
+    parts: list[Callable[[], object]] = [
+        lambda: train("gss2-small"),
+        lambda: train("llama-small"),
+        lambda: short_errors(2, 1000),
         lambda: errors(2, 1024, 4, torch.bfloat16),
-        lambda: errors(1, 64, 2, torch.bfloat16, 5, 6),
         lambda: errors(2, 1000, 4, torch.bfloat16),
-        lambda: times(*SHAPES[0]),
-        lambda: layer(16, 4096, True, False),
-        *(lambda name=name: training(16, 4096, False, False, name) for name in MODELS),
-        *(lambda shape=shape: times(*shape) for shape in SHAPES[1:]),
-        lambda: layer(16, 4096, False, False),
-        lambda: layer(16, 4096, False, True),
-        lambda: errors(1, 8192, 4, torch.bfloat16),
-        lambda: errors(2, 1000, 4, torch.float32, 8, 16),  # products of larger ones take a minute to compile
+        lambda: layer_errors(2, 1000),
+        times,
+        *variants(),
+        lambda: train("gss-hybrid-small"),
     ]
-    for part in (*parts, *variants()):
+    for part in parts:
         if time.monotonic() > deadline:
             print("no time for the rest", flush=True)
             break
@@ -179,6 +258,9 @@ def main() -> None:
             print("failed:", repr(problem)[:1500], flush=True)
         torch.cuda.empty_cache()
         arguments.out.write_text(json.dumps(TABLE, indent=1) + "\n")
+    for kernel, found in RESULTS.items():
+        spent, label = min(found)
+        print(f"best for {kernel:16} {spent:8.4f} ms  {label}  (of {len(found)}; as set {found[0][0]:.4f})", flush=True)
 
 
 if __name__ == "__main__":

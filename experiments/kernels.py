@@ -160,7 +160,7 @@ def losses(tokens: int) -> None:
     row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
 
 
-def training(batch: int, length: int, profile: bool, whole: bool, name: str = "gss") -> None:
+def training(batch: int, length: int, profile: bool, whole: bool, name: str = "gss", rows: int = 45) -> None:
     torch._dynamo.reset()
     model = gss.build_model(gss.preset(name)).cuda()
     forward = torch.compile(model.hidden) if whole else model.hidden
@@ -195,7 +195,7 @@ def training(batch: int, length: int, profile: bool, whole: bool, name: str = "g
     row(f"training {name} {batch}x{length}: step", median)
     row(f"training {name} {batch}x{length}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
     if profile:
-        show_profile(step)
+        show_profile(step, rows)
 
 
 @torch.no_grad()
@@ -212,14 +212,17 @@ def prefill(length: int) -> None:
     show_profile(run)
 
 
-def show_profile(step) -> None:
-    """The kernels of one step by the time they take."""
+def show_profile(step, rows: int = 45) -> None:
+    """The kernels of one step by the time they take in all."""
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
         step()
         torch.cuda.synchronize()
-    table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
-    lines = [line for line in table.splitlines() if line.strip()]
-    print("\n".join(line[:92] + " " + " ".join(line[92:].split()[-5:]) for line in lines), flush=True)
+    on_gpu = [k for k in trace.key_averages() if k.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [k for k in on_gpu if not getattr(k, "is_user_annotation", False)]
+    kernels.sort(key=lambda k: -k.self_device_time_total)
+    print(f"all kernels {sum(k.self_device_time_total for k in kernels) / 1e3:.3f} ms, of which", flush=True)
+    for k in kernels[:rows]:
+        print(f"{k.self_device_time_total / 1e3:9.3f} ms {k.count:5} x  {k.key[:110]}", flush=True)
 
 
 def main() -> None:

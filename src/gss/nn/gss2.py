@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gss.config import ModelConfig
-from gss.nn.context import across_ranks, by_decay, by_recent
+from gss.nn.context import Stretch, across_ranks, by_decay, by_recent
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
 from gss.nn.state import LayerState, SequenceLayer, Slot, state_dtype
 from gss.nn.state_space import StateSpace, initial_decay, initial_frequency
-from gss.ops import matrix_state
+from gss.ops import fast, matrix_state
 from gss.ops.norm import normalize
 
 
@@ -42,20 +42,49 @@ class GSS2Layer(SequenceLayer):
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         normed = normalize(self.norm, x)
-        projected = torch.cat([self.query(normed), self.key(normed), self.value(normed)], dim=-1)
-        y, after = self.mix(projected, state, keep_state)  # [B, L, h, D]
+        y, after = self.mix(self._projected(normed), state, keep_state)  # [B, L, h, D]
         y = F.rms_norm(y, y.shape[-1:], eps=1e-6).flatten(2) * self.output_scale
         x = x + self.output(y.to(normed.dtype) * F.silu(self.gate(normed)))
         return self.feedforward(x), after
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side; on a GPU by one product, so that nothing is copied."""
+        layers = (self.query, self.key, self.value)
+        if fast.half(x) is None or any(type(layer) is not nn.Linear for layer in layers):
+            return torch.cat([layer(x) for layer in layers], dim=-1)
+        weight = torch.cat(tuple(layer.weight for layer in layers))
+        return F.linear(
+            x, weight, None if self.query.bias is None else torch.cat(tuple(layer.bias for layer in layers))
+        )
 
     @each_document_alone
     def mix(
         self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
         """The short convolution and the state space: [B, L, queries + keys + values] → [B, L, h, D]."""
+        half = fast.half(projected) if projected.shape[1] > 1 and not isinstance(state, Stretch) else None
+        if half is not None:
+            from gss.ops.gpu import short
+
+            if short.FUSED and len(self.short.taps) == short.TAPS:
+                return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
         y, modes = self.state_space.mix(F.silu(convolved), state and state["modes"], keep_state)
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
+
+    def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
+        """`mix` by kernels alone."""
+        from gss.ops.gpu.short import short_mix
+
+        space = self.state_space
+        recent, modes = (None, None) if state is None else (state["recent"], state["modes"])
+        with torch.autocast(x.device.type, enabled=False):
+            rate = space.rate()
+            queries, keys, values = short_mix(x, self.short.taps, space.scales(rate), recent, space.heads)
+            y, modes = matrix_state.scan(queries, keys, values, rate, modes, skip=space.skip)
+        if not keep_state:
+            return y, {}
+        return y, {"modes": modes, "recent": self.short.kept(x, recent)}
 
     def state_slots(self) -> dict[str, Slot]:
         space = self.state_space
@@ -101,12 +130,17 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         """x [B, L, channels] after the taps − 1 tokens in the state (None: zeros), and those for the next piece."""
         before = self.reach
-        precise = state_dtype(self.taps.dtype)
         known = F.pad(x, (0, 0, before, 0)) if state is None else torch.cat([state["recent"].to(x.dtype), x], dim=1)
         length = x.shape[1]
         y = sum(known[:, before - k : before - k + length] * tap.to(x.dtype) for k, tap in enumerate(self.taps))
         assert isinstance(y, Tensor)
-        return y, {"recent": known[:, length:].to(precise)} if keep_state else {}
+        return y, {"recent": known[:, length:].to(state_dtype(self.taps.dtype))} if keep_state else {}
+
+    def kept(self, x: Tensor, recent: Tensor | None) -> Tensor:
+        """The tokens that `forward` keeps for the next piece."""
+        before = x.new_zeros(len(x), self.reach, x.shape[2]) if recent is None else recent.to(x.dtype)
+        known = torch.cat([before, x[:, -self.reach :]], dim=1)
+        return known[:, known.shape[1] - self.reach :].to(state_dtype(self.taps.dtype))
 
 
 class KeyedStateSpace(StateSpace):
@@ -174,6 +208,11 @@ class KeyedStateSpace(StateSpace):
     def energy(self, rate: Tensor) -> Tensor:
         """What normed keys are multiplied by, [h, 2N]."""
         return torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2)
+
+    def scales(self, rate: Tensor) -> Tensor:
+        """What normed queries and keys of each head are multiplied by, [2h, 2N] float32."""
+        energy = self.energy(rate)
+        return torch.cat([torch.full_like(energy, 1 / math.sqrt(2 * self.modes)), energy]).float()
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = self.heads * 2 * self.modes

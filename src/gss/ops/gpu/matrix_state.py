@@ -6,23 +6,21 @@ before it, Ŝ = e^{λ(c+1)}·S. Then everything between the turns is real matrix
 and the gradient is, with R that of the bracket,
     dQ' = tril(dY·Vᵀ)·K' + dY·Ŝᵀ,   dK' = tril(dY·Vᵀ)ᵀ·Q' + V·Rᵀ,   dV = tril(Q'K'ᵀ)ᵀ·dY + K'R,
     R of the chunk before = (e^{λC})*·(R + Q'ᵀdY):
-the same recurrence backwards, so one kernel makes the states of both directions. The forward kernel goes along the
-chunks with the state in registers. Where rows, heads and tiles of values are few, the sequence is cut into segments:
-a first pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
-The gradient is one program per chunk, from states at every chunk's start that are computed again, not kept.
+the same recurrence backwards, so one kernel makes the states of both directions. It goes along the chunks with the
+state in registers and writes the one before each; all else is one program per chunk, side by side: what takes long in
+a chunk is waiting for one small product after the other, and many chunks can wait at once. States of the forward pass
+are kept for the gradient. Where rows, heads and tiles of values are few, the sequence is cut into segments: a first
+pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
 
 λ's gradient is summed where its terms arise, each with the distance that it really bridges (i − j inside a chunk,
 i + 1 from the state before it, C − 1 − j to the one after, C past the whole of it). The shorter form, a sum of
 positions times q*·dq − dk*·k, would be a small difference of large numbers for fast modes.
 
 What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
-    forward   768 bytes (q, k, v in, y out; the second tile of values finds q and k in the cache), 384 more (k, v) with
-              segments; 65,536 FLOPs (of which 8,192 are the second tile's scores), 81,920 with segments
-    backward  2,688 bytes: states 640 (k, v in, 256 out), their gradients 640, all at once 1,408; 384 more with
-              segments; 147,456 FLOPs, 163,840 with segments
-At 4.2 TB/s and 740 TFLOP/s, for 16 × 4,096 tokens of 4 heads: forward 48 µs by bytes (72 with segments) and 23 by
-FLOPs (29), backward 168 µs (192) and 52 (58). Memory is the floor of all kernels. The lightest backward conceivable
-(q, k, v, dY in, dQ, dK, dV out, each once) would be 1,280 bytes: 80 µs.
+    forward   1,664 bytes: states 640 (k, v in, 256 out), outputs 1,024 (q, k, v and states in, y out)
+    backward  2,432 bytes: the gradient's states 640, all gradients 1,792; 384 more each way with segments
+At 4.2 TB/s, for 32 × 4,096 tokens of 4 heads: forward 208 µs, backward 304 µs. FLOPs would take a quarter of it. Both
+would be less, 768 and 1,280 bytes, if one program kept the state and did everything along a row; that was slower.
 """
 
 import torch
@@ -30,58 +28,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.matrix_state_kernels import gradient_kernel, pass_kernel, powers_kernel, scan_kernel, states_kernel
+from gss.ops.gpu.matrix_state_kernels import gradient_kernel, output_kernel, pass_kernel, powers_kernel, states_kernel
 from gss.ops.matrix_state import CHUNK
 
-PROGRAMS = 512
+PROGRAMS = 256
 """Segments are added until there are about so many programs."""
-SCAN = {"num_warps": 4, "num_stages": 2}
 STATES = {"num_warps": 4, "num_stages": 3}
-GRADIENT = {"num_warps": 8, "num_stages": 2}
-TILE, GRADIENT_TILE = 64, 32
-"""Values of a program, and values at a time where it has them all: with 64 its 8 warps would spill registers."""
+OUTPUT = {"num_warps": 4, "num_stages": 1}
+GRADIENT = {"num_warps": 8, "num_stages": 1, "maxnreg": 128}
+TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
+"""Values of a program, and values at a time where it has them all."""
 
 
 @torch.library.custom_op("gss::matrix_scan", mutates_args=())
 def matrix_scan(
     queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states at segments' starts and powers of e^λ."""
+    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ."""
     queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
-    segment, shape = _layout(keys, values)
-    table = _powers(rate, segment * CHUNK, values.shape[1])
-    starts = torch.empty(shape, device=values.device)
-    y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    batch, length, heads, _ = keys.shape
+    segment, _ = _layout(keys, values)
+    table = _powers(rate, segment * CHUNK, length)
     after = torch.empty(_state_shape(keys, values), device=values.device)
-    _find_starts(keys, values, table, state, starts, segment)
-    sizes = _sizes(keys, values)
-    scan_kernel[_grid(starts)](
-        queries, keys, values, table, skip, starts, y, after, *_strides(queries, keys, values),
-        values.shape[1], keys.shape[2], segment, **sizes, **SCAN,
+    states = _states(keys, values, table, state, after, segment)
+    y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    output_kernel[(states.shape[1], heads, batch)](
+        queries, keys, values, table, skip, states, y, *_strides(queries, keys, values), length,
+        **_sizes(keys, values, OUTPUT_TILE), **OUTPUT,
     )  # fmt: skip
-    return y, after, starts, table
+    return y, after, states, table
 
 
 @torch.library.custom_op("gss::matrix_scan_backward", mutates_args=())
 def matrix_scan_backward(
-    grad: Tensor, grad_after: Tensor, starts: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+    grad: Tensor, grad_after: Tensor, states: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     skip: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
     grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
     batch, length, heads, width = keys.shape
     segment, _ = _layout(keys, values)
-    chunks = triton.cdiv(length, CHUNK)
-    kind = torch.float32 if values.dtype == torch.float32 else torch.bfloat16
-    states, ahead = (
-        torch.empty(batch, chunks, heads, 2, values.shape[-1], width // 2, dtype=kind, device=values.device)
-        for _ in range(2)
-    )
-    _run_states(keys, values, table, starts, states, None, segment)
-    starts_back = torch.empty_like(starts)
+    chunks = states.shape[1]
     grad_state = torch.empty(_state_shape(keys, values), device=values.device)
-    _find_starts(queries, grad, table, grad_after, starts_back, segment, back=True)
-    _run_states(queries, grad, table, starts_back, ahead, grad_state, segment, back=True)
+    ahead = _states(queries, grad, table, grad_after, grad_state, segment, back=True)
     grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (queries, keys, values)]
     partial = torch.empty(batch * chunks, heads, width + 1, device=values.device)
     gradient_kernel[(chunks, heads, batch)](
@@ -94,14 +83,14 @@ def matrix_scan_backward(
 
 @matrix_scan.register_fake
 def _(queries, keys, values, rate, skip, state):
-    _, shape = _layout(keys, values)
     after = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
     table = values.new_empty(keys.shape[2], CHUNK + 4, 4, keys.shape[3] // 2, dtype=torch.float32)
-    return values.new_empty(values.shape), after, values.new_empty(shape, dtype=torch.float32), table
+    states = values.new_empty(_states_shape(keys, values), dtype=_kind(values))
+    return values.new_empty(values.shape), after, states, table
 
 
 @matrix_scan_backward.register_fake
-def _(grad, grad_after, starts, table, queries, keys, values, skip):
+def _(grad, grad_after, states, table, queries, keys, values, skip):
     heads, width = keys.shape[2:]
     grads = (t.new_empty(t.shape) for t in (queries, keys, values))
     by_rate = values.new_empty(2, heads, width // 2, dtype=torch.float64)
@@ -139,19 +128,30 @@ def _state_shape(keys: Tensor, values: Tensor) -> tuple[int, ...]:
 
 
 def _layout(keys: Tensor, values: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Chunks of a segment, and the shape of the states at segments' starts: [B, segments, h, 2, D, N]."""
+    """Chunks of a segment, and the shape of the states at segments' starts: [B, segments, h, D, 2N]."""
     batch, length, heads, width = keys.shape
     tiles = -(-values.shape[-1] // TILE)
     chunks = -(-length // CHUNK)
     wanted = max(1, PROGRAMS // (batch * heads * tiles))
     segment = -(-chunks // min(wanted, chunks))
-    return segment, (batch, -(-chunks // segment), heads, 2, values.shape[-1], width // 2)
+    return segment, (batch, -(-chunks // segment), heads, values.shape[-1], width)
+
+
+def _states_shape(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """[B, chunks, h, D, 2N]."""
+    batch, length, heads, width = keys.shape
+    return batch, -(-length // CHUNK), heads, values.shape[-1], width
+
+
+def _kind(values: Tensor) -> torch.dtype:
+    """Of operands of products. Those of 16 bits are rounded to bfloat16: inside a chunk powers reach e^32."""
+    return torch.float32 if values.dtype == torch.float32 else torch.bfloat16
 
 
 def _sizes(keys: Tensor, values: Tensor, tile: int | None = None) -> dict[str, object]:
-    """Constants of the kernels. Operands of 16 bits are rounded to bfloat16: inside a chunk powers reach e^32."""
+    """Constants of the kernels."""
     modes, width = keys.shape[-1] // 2, values.shape[-1]
-    kind = tl.float32 if values.dtype == torch.float32 else tl.bfloat16
+    kind = tl.float32 if _kind(values) == torch.float32 else tl.bfloat16
     return {
         "MODES": modes,
         "VALUES": width,
@@ -164,7 +164,7 @@ def _sizes(keys: Tensor, values: Tensor, tile: int | None = None) -> dict[str, o
 
 
 def _grid(starts: Tensor, segments: int | None = None) -> tuple[int, int, int]:
-    batch, count, heads, _, width, _ = starts.shape
+    batch, count, heads, width, _ = starts.shape
     return triton.cdiv(width, TILE), count if segments is None else segments, batch * heads
 
 
@@ -197,13 +197,18 @@ def _find_starts(
     )  # fmt: skip
 
 
-def _run_states(
-    written: Tensor, values: Tensor, table: Tensor, starts: Tensor, states: Tensor, after: Tensor | None, segment: int,
+def _states(
+    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, after: Tensor, segment: int,
     back: bool = False,
-) -> None:  # fmt: skip
-    """The states before each chunk (`back`: after), from those at segments' starts, and the one at the end."""
+) -> Tensor:  # fmt: skip
+    """The states before each chunk (`back`: after), and in `after` the one at the end, from the one at the start."""
+    _, shape = _layout(written, values)
+    starts = torch.empty(shape, device=values.device)
+    _find_starts(written, values, table, state, starts, segment, back)
+    states = torch.empty(_states_shape(written, values), dtype=_kind(values), device=values.device)
     states_kernel[_grid(starts)](
         written, values, table, starts, states, after, *_strides(written, values),
         values.shape[1], starts.shape[2], segment, starts.shape[1],
         **_sizes(written, values), BACK=back, SUMS=False, **STATES,
     )  # fmt: skip
+    return states

@@ -1,6 +1,6 @@
 """The kernels of `gss.ops.gpu.matrix_state`, whose docstring has the formulas.
 
-In all of them [.., 2, D, N] is a state as kernels pass it on, seen from a chunk's middle. Constants are the modes N and
+In all of them [.., D, 2, N] is a state as kernels pass it on, seen from a chunk's middle. Constants are the modes N and
 values D of a head with the sizes of their tiles, the tokens C of a chunk, and the precision of products.
 """
 
@@ -100,25 +100,44 @@ def _product(left, right, total):
 
 
 @triton.jit
+def _joined(re, im, ROWS: tl.constexpr, BN: tl.constexpr):
+    """Real and imaginary parts [ROWS, BN] side by side: one product of them all instead of two small ones."""
+    return tl.reshape(tl.permute(tl.join(re, im), (0, 2, 1)), (ROWS, 2 * BN))
+
+
+@triton.jit
+def _parts(x, ROWS: tl.constexpr, BN: tl.constexpr):
+    """The inverse of `_joined`."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, BN)), (0, 2, 1)))
+
+
+@triton.jit
 def _state_at(states, index, d, n, MODES: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Where the real part of a state [.., 2, D, N] lies, `WHOLE` of one as layers keep it, [.., 2N, D], and which of
-    it exists; imaginary parts are D·N further.
+    """Where the real part of a state [.., D, 2, N] lies, `WHOLE` of one as layers keep it, [.., 2N, D], and which of
+    it exists; imaginary parts are N further, or N·D.
     """
-    place = n[None, :] * VALUES + d[:, None] if WHOLE else d[:, None] * MODES + n[None, :]
+    place = n[None, :] * VALUES + d[:, None] if WHOLE else d[:, None] * (2 * MODES) + n[None, :]
     return states + index * (2 * VALUES * MODES) + place, (d < VALUES)[:, None] & (n < MODES)[None, :]
 
 
 @triton.jit
-def _load_state(at, mask, MODES: tl.constexpr, VALUES: tl.constexpr):
+def _load_state(at, mask, FURTHER: tl.constexpr):
     re = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return re, tl.load(at + VALUES * MODES, mask=mask, other=0.0).to(tl.float32)
+    return re, tl.load(at + FURTHER, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_state(at, mask, re, im, MODES: tl.constexpr, VALUES: tl.constexpr):
+def _load_joined(at, mask, MODES: tl.constexpr, PRODUCTS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """A state as an operand of products, [BD, 2·BN]."""
+    re, im = _load_state(at, mask, MODES)
+    return _joined(re.to(PRODUCTS), im.to(PRODUCTS), BD, BN)
+
+
+@triton.jit
+def _store_state(at, mask, re, im, FURTHER: tl.constexpr):
     kind = at.dtype.element_ty
     tl.store(at, re.to(kind), mask=mask)
-    tl.store(at + VALUES * MODES, im.to(kind), mask=mask)
+    tl.store(at + FURTHER, im.to(kind), mask=mask)
 
 
 @triton.jit
@@ -135,7 +154,7 @@ def pass_kernel(
     im = tl.zeros((BD, BN), tl.float32)
     if state is not None:
         at, mask = _state_at(state, row, d, n, MODES, VALUES, True)
-        re, im = _load_state(at, mask, MODES, VALUES)
+        re, im = _load_state(at, mask, MODES * VALUES)
         if BACK:
             into_re, into_im = _power(table, head, n, 3, BACK, MODES, C)
         else:
@@ -143,14 +162,14 @@ def pass_kernel(
         re, im = times(re, im, into_re, into_im)
     turn_re, turn_im = _power(table, head, n, 1, BACK, MODES, C)
     at, mask = _state_at(starts, batch * segments * heads + head, d, n, MODES, VALUES)
-    _store_state(at, mask, re, im, MODES, VALUES)
+    _store_state(at, mask, re, im, MODES)
     for _ in range(1, segments):
         at += heads * 2 * VALUES * MODES
-        added_re, added_im = _load_state(at, mask, MODES, VALUES)
+        added_re, added_im = _load_state(at, mask, MODES)
         re, im = times(re, im, turn_re, turn_im)
         re += added_re
         im += added_im
-        _store_state(at, mask, re, im, MODES, VALUES)
+        _store_state(at, mask, re, im, MODES)
 
 
 @triton.jit
@@ -179,12 +198,12 @@ def states_kernel(
     im = tl.zeros((BD, BN), tl.float32)
     if not SUMS:
         at, mask = _state_at(starts, (batch * segments + part) * heads + head, d, n, MODES, VALUES)
-        re, im = _load_state(at, mask, MODES, VALUES)
+        re, im = _load_state(at, mask, MODES)
     for place in range(part * segment, tl.minimum((part + 1) * segment, chunks)):
         chunk = chunks - 1 - place if BACK else place
         if not SUMS:
             here, exists = _state_at(states, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-            _store_state(here, exists, re, im, MODES, VALUES)
+            _store_state(here, exists, re, im, MODES)
         first = chunk * C
         live = first + i < length
         key, value = _row(keys, first, key_row), _row(values, first, value_row)
@@ -197,62 +216,45 @@ def states_kernel(
         )  # fmt: skip
     if SUMS:
         at, mask = _state_at(starts, (batch * segments + part + 1) * heads + head, d, n, MODES, VALUES)
-        _store_state(at, mask, re, im, MODES, VALUES)
+        _store_state(at, mask, re, im, MODES)
     elif after is not None and part == segments - 1:
         at, mask = _state_at(after, row, d, n, MODES, VALUES, True)
-        _store_state(at, mask, re, im, MODES, VALUES)
+        _store_state(at, mask, re, im, MODES * VALUES)
 
 
 @triton.jit
-def scan_kernel(
-    queries, keys, values, table, skip, starts, y, after,
-    query_batch, query_row, query_head, key_batch, key_row, key_head, value_batch, value_row, value_head,
-    length, heads, segment,
+def output_kernel(
+    queries, keys, values, table, skip, states, y,
+    query_batch, query_row, query_head, key_batch, key_row, key_head, value_batch, value_row, value_head, length,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     KIND: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a segment, along its chunks; the last one's program also stores the state after it."""
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
-    part = tl.program_id(1)
-    segments = tl.num_programs(1)
-    row = tl.program_id(2).to(tl.int64)
-    batch, head = row // heads, row % heads
+    """The outputs of a chunk, from the state before it."""
+    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunks, heads = tl.num_programs(0), tl.num_programs(1)
     i, n = tl.arange(0, C), tl.arange(0, BN)
-    queries += batch * query_batch + head * query_head
-    keys += batch * key_batch + head * key_head
-    values += batch * value_batch + head * value_head
-    y += (batch * length * heads + head) * VALUES
+    first = chunk * C
+    live = first + i < length
+    queries = _row(queries, first, query_row) + batch * query_batch + head * query_head
+    keys = _row(keys, first, key_row) + batch * key_batch + head * key_head
+    values = _row(values, first, value_row) + batch * value_batch + head * value_head
+    y += ((batch * length + first) * heads + head) * VALUES
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
-    q_cos, q_sin = _turns(table, head, i, n, True, MODES, C)
-    k_cos, k_sin = _turns(table, head, i, n, False, MODES, C)
-    step_re, step_im = _power(table, head, n, 0, False, MODES, C)
-    out_re, out_im = _power(table, head, n, 3, False, MODES, C)
-    chunks = tl.cdiv(length, C)
-    at, mask = _state_at(starts, (batch * segments + part) * heads + head, d, n, MODES, VALUES)
-    re, im = _load_state(at, mask, MODES, VALUES)
-    for chunk in range(part * segment, tl.minimum((part + 1) * segment, chunks)):
-        first = chunk * C
-        live = first + i < length
-        query, key, value = _row(queries, first, query_row), _row(keys, first, key_row), _row(values, first, value_row)
-        q_re, q_im = _load_turned(query, i, live, query_row, n, q_cos, q_sin, MODES, KIND, PRODUCTS)
-        k_re, k_im = _load_turned(key, i, live, key_row, n, k_cos, k_sin, MODES, KIND, PRODUCTS)
-        v = _load_values(value, i, live, value_row, d, VALUES, KIND, PRODUCTS)
-        scores = _product(q_re, tl.trans(k_re), tl.zeros((C, C), tl.float32))
-        scores = _product(q_im, tl.trans(k_im), scores)
-        scores = _rounded(tl.where(i[:, None] >= i[None, :], scores, 0.0), KIND, PRODUCTS)
-        out = _product(scores, v, v.to(tl.float32) * through)
-        out = _product(q_re, tl.trans(_rounded(re, KIND, PRODUCTS)), out)
-        out = _product(q_im, tl.trans(_rounded(im, KIND, PRODUCTS)), out)
-        _store_values(_row(y, first, heads * VALUES), i, live, heads * VALUES, d, out, VALUES)
-        v = tl.trans(v)
-        ends = chunk == chunks - 1
-        re, im = times(
-            _product(v, k_re, re), _product(v, k_im, im),
-            tl.where(ends, out_re, step_re), tl.where(ends, out_im, step_im),
-        )  # fmt: skip
-    if part == segments - 1:
-        at, mask = _state_at(after, row, d, n, MODES, VALUES, True)
-        _store_state(at, mask, re, im, MODES, VALUES)
+    cos, sin = _turns(table, head, i, n, True, MODES, C)
+    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    cos, sin = _turns(table, head, i, n, False, MODES, C)
+    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
+    scores = _product(q, tl.trans(k), tl.zeros((C, C), tl.float32))
+    scores = _rounded(tl.where(i[:, None] >= i[None, :], scores, 0.0), KIND, PRODUCTS)
+    for tile in range(0, VALUES, BD):
+        d = tile + tl.arange(0, BD)
+        v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
+        at, mask = _state_at(states, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
+        before = _load_joined(at, mask, MODES, PRODUCTS, BD, BN)
+        out = _product(q, tl.trans(before), v.to(tl.float32) * through)
+        out = _product(scores, v, out)
+        _store_values(y, i, live, heads * VALUES, d, out, VALUES)
 
 
 @triton.jit
@@ -300,51 +302,61 @@ def gradient_kernel(
     q_re, q_im = _load_turned(queries, i, live, query_row, n, q_cos, q_sin, MODES, KIND, PRODUCTS)
     k_re, k_im = _load_turned(keys, i, live, key_row, n, k_cos, k_sin, MODES, KIND, PRODUCTS)
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
+    q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
     # Transposed, as the values' gradient wants them.
-    scores = _product(k_re, tl.trans(q_re), tl.zeros((C, C), tl.float32))
-    scores = _product(k_im, tl.trans(q_im), scores)
+    scores = _product(k, tl.trans(q), tl.zeros((C, C), tl.float32))
     scores = _rounded(tl.where(i[:, None] <= i[None, :], scores, 0.0), KIND, PRODUCTS)
+    here = (batch * chunks + chunk) * heads + head
+    # One gradient after the other: what they share is found in the cache again, registers are scarcer.
     by_scores = tl.zeros((C, C), tl.float32)
-    gq_re, gq_im = tl.zeros((C, BN), tl.float32), tl.zeros((C, BN), tl.float32)
-    gk_re, gk_im = tl.zeros((C, BN), tl.float32), tl.zeros((C, BN), tl.float32)
-    past_re, past_im = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
     for tile in range(0, VALUES, BD):
         d = tile + tl.arange(0, BD)
         v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
         g = _load_values(grad, i, live, grad_row, d, VALUES, KIND, PRODUCTS)
-        at, mask = _state_at(states, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-        s_re, s_im = _load_state(at, mask, MODES, VALUES)
-        at, mask = _state_at(ahead, (batch * chunks + chunk) * heads + head, d, n, MODES, VALUES)
-        r_re, r_im = _load_state(at, mask, MODES, VALUES)
-        across_re, across_im = _conjugate_sum(r_re, r_im, s_re, s_im)
-        past_re += across_re
-        past_im += across_im
-        s_re, s_im = s_re.to(PRODUCTS), s_im.to(PRODUCTS)
-        r_re, r_im = r_re.to(PRODUCTS), r_im.to(PRODUCTS)
         by_scores = _product(g, tl.trans(v), by_scores)
-        gq_re, gq_im = _product(g, s_re, gq_re), _product(g, s_im, gq_im)
-        gk_re, gk_im = _product(v, r_re, gk_re), _product(v, r_im, gk_im)
+        at, mask = _state_at(ahead, here, d, n, MODES, VALUES)
+        r = _load_joined(at, mask, MODES, PRODUCTS, BD, BN)
         gv = _product(scores, g, g.to(tl.float32) * through)
-        gv = _product(k_re, tl.trans(r_re), gv)
-        gv = _product(k_im, tl.trans(r_im), gv)
+        gv = _product(k, tl.trans(r), gv)
         _store_values(by_values, i, live, heads * VALUES, d, gv, VALUES)
     by_scores = tl.where(i[:, None] >= i[None, :], by_scores, 0.0)
     distance = (i[:, None] - i[None, :]).to(tl.float32)
-    size = tl.minimum(C, length - chunk * C)
-    far = _rounded(by_scores * distance, KIND, PRODUCTS)
-    from_start = (i + 1).to(tl.float32)[:, None]
-    far_re, far_im = _product(far, k_re, gq_re * from_start), _product(far, k_im, gq_im * from_start)
-    to_end = (size - 1 - i).to(tl.float32)[:, None]
-    rate_re, rate_im = _conjugate_sum(q_re, q_im, far_re, far_im)
-    out_re, out_im = _conjugate_sum(gk_re * to_end, gk_im * to_end, k_re, k_im)
-    partial += ((batch * chunks + chunk) * heads + head) * (2 * MODES + 1)
-    tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
-    tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
+    partial += here * (2 * MODES + 1)
     tl.store(partial + 2 * MODES, tl.sum(tl.sum(tl.where(distance == 0, by_scores, 0.0), 1), 0))
+    far = _rounded(by_scores * distance, KIND, PRODUCTS)
     by_scores = _rounded(by_scores, KIND, PRODUCTS)
-    gq_re, gq_im = _product(by_scores, k_re, gq_re), _product(by_scores, k_im, gq_im)
-    by_scores = tl.trans(by_scores)
-    gk_re, gk_im = _product(by_scores, q_re, gk_re), _product(by_scores, q_im, gk_im)
+    gq = tl.zeros((C, 2 * BN), tl.float32)
+    for tile in range(0, VALUES, BD):
+        d = tile + tl.arange(0, BD)
+        g = _load_values(grad, i, live, grad_row, d, VALUES, KIND, PRODUCTS)
+        at, mask = _state_at(states, here, d, n, MODES, VALUES)
+        gq = _product(g, _load_joined(at, mask, MODES, PRODUCTS, BD, BN), gq)
+    far_re, far_im = _parts(_product(far, k, gq * (i + 1).to(tl.float32)[:, None]), C, BN)
+    cos, sin = _turns(table, head, i, n, True, MODES, C)  # again: they need not wait in registers
+    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    rate_re, rate_im = _conjugate_sum(q_re, q_im, far_re, far_im)
+    gq_re, gq_im = _parts(_product(by_scores, k, gq), C, BN)
     by_queries, by_keys = by_queries + place * (2 * MODES), by_keys + place * (2 * MODES)
     _store_turned_back(by_queries, table, live, heads, head, i, n, gq_re, gq_im, True, MODES, C)
+    gk = tl.zeros((C, 2 * BN), tl.float32)
+    past_re, past_im = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+    for tile in range(0, VALUES, BD):
+        d = tile + tl.arange(0, BD)
+        v = _load_values(values, i, live, value_row, d, VALUES, KIND, PRODUCTS)
+        at, mask = _state_at(states, here, d, n, MODES, VALUES)
+        s_re, s_im = _load_state(at, mask, MODES)
+        at, mask = _state_at(ahead, here, d, n, MODES, VALUES)
+        r_re, r_im = _load_state(at, mask, MODES)
+        across_re, across_im = _conjugate_sum(r_re, r_im, s_re, s_im)
+        past_re += across_re
+        past_im += across_im
+        gk = _product(v, _joined(r_re.to(PRODUCTS), r_im.to(PRODUCTS), BD, BN), gk)
+    size = tl.minimum(C, length - chunk * C)
+    gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
+    cos, sin = _turns(table, head, i, n, False, MODES, C)
+    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
+    tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
+    tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
+    gk_re, gk_im = _parts(_product(tl.trans(by_scores), q, gk), C, BN)
     _store_turned_back(by_keys, table, live, heads, head, i, n, gk_re, gk_im, False, MODES, C)
