@@ -20,7 +20,7 @@ What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
     forward   1,664 bytes: states 640 (k, v in, 256 out), outputs 1,024 (q, k, v and states in, y out)
     backward  2,432 bytes: the gradient's states 640, all gradients 1,792; 384 more each way with segments
 At 4.2 TB/s, for 32 × 4,096 tokens of 4 heads: forward 208 µs, backward 304 µs. FLOPs would take a quarter of it. Both
-would be less, 768 and 1,280 bytes, if one program kept the state and did everything along a row; that was slower.
+would be less, 768 and 1,280 bytes, if one program kept the state and did everything along a row.
 """
 
 import torch
