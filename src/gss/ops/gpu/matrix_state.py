@@ -35,7 +35,7 @@ PROGRAMS = 256
 """Segments are added until there are about so many programs."""
 STATES = {"num_warps": 4, "num_stages": 3}
 OUTPUT = {"num_warps": 4, "num_stages": 1}
-GRADIENT = {"num_warps": 8, "num_stages": 1, "maxnreg": 128}
+GRADIENT = {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
 TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 """Values of a program, and values at a time where it has them all."""
 
