@@ -46,14 +46,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = Non
 class TextPiece:
     """Something new of one continuation."""
 
-    prompt: int
-    """Which of the prompts."""
-    sample: int
-    """Which of its continuations."""
-    text: str
-    """Whole characters."""
-    tokens: int
-    """How many tokens were produced for it."""
+    prompt: int  # which of the prompts
+    sample: int  # which of its continuations
+    text: str  # whole characters
+    tokens: int  # how many tokens were produced for it
     finish: Finish | None
     """Why the continuation ends with this piece: at the end of a text or a stop string, or at `max_tokens`."""
 

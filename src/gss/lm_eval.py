@@ -31,8 +31,7 @@ except ImportError as error:
         raise SystemExit("error: gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from None
     raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
 
-Row = tuple[list[int], int]
-"""Ids, and the index of the first that counts."""
+Row = tuple[list[int], int]  # ids, and the index of the first that counts
 
 
 @register_model("gss")

@@ -51,7 +51,7 @@ def test_sequences_join_and_leave(family: str) -> None:
             expected = list(stream(model, each.job.prompt, max_tokens=each.job.max_tokens, sampling=GREEDY))
             assert each.tokens() == expected
             assert each.finish() == "length"
-        assert engine.outstanding == engine.running == 0
+        assert engine.outstanding == engine.core.running == 0
 
 
 def test_sampling_is_generates(model: gss.LanguageModel) -> None:

@@ -12,29 +12,24 @@ _TO = "hf: for `transformers`. onnx: one graph for any runtime. web: a page that
 _RUNTIME = "With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."
 
 
-class Target(StrEnum):
-    """What `gss export` writes."""
-
-    HF = "hf"
-    ONNX = "onnx"
-    WEB = "web"
+Target = StrEnum("Target", ("hf", "onnx", "web"))
 
 
 def export_command(
     run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
     out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
-    to: Annotated[Target, Option(help=_TO)] = Target.HF,
+    to: Annotated[Target, Option(help=_TO)] = Target.hf,
     step: Step = None,
     runtime: Annotated[Path | None, Option(help=_RUNTIME)] = None,
 ) -> None:
     """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
-    if runtime is not None and to is not Target.WEB:
+    if runtime is not None and to is not Target.web:
         raise ValueError("--runtime is for --to web")
-    if to is Target.HF:
+    if to is Target.hf:
         from gss.hf import export_run
 
         print(f"wrote {export_run(run, out, step=step)}: load it after `import gss.hf`")
-    elif to is Target.ONNX:
+    elif to is Target.onnx:
         from gss.export import export_onnx
 
         print(f"wrote {export_onnx(run, out, step=step)}: model.onnx, and model.json with the shapes of its state")

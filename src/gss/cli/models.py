@@ -23,8 +23,7 @@ from gss.recipes import recipe_names
 class Setting(NamedTuple):
     """A setting as a user meets it."""
 
-    name: str
-    """Dotted, as `--set` takes it."""
+    name: str  # dotted, as `--set` takes it
     kind: str
     default: str
     about: str

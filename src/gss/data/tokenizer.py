@@ -234,7 +234,7 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
         for name in ("tokenizer.json", "tokenizer.model"):
             if (folder / name).is_file():
                 return load_tokenizer(folder / name, wanted_eos)
-        raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
+        raise ValueError(f"{folder} has no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
         description = json.loads(read_whole(path))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])

@@ -22,8 +22,7 @@ from gss.nn.gss import GSSLayer
 from gss.nn.gss2 import GSS2Layer
 from gss.nn.state_space import DiagonalStateSpace
 
-LONGEST = 64
-"""The most tokens in a piece."""
+LONGEST = 64  # the most tokens in a piece
 State = dict[str, str]
 _EXPORTED = "GSS, GSS2 and attention on chunks or over a sliding window"
 

@@ -116,15 +116,24 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             hidden, state = self.model.hidden(input_ids, state, use_cache)
         else:
-            mask = self._mask(attention_mask, input_ids)
-            hidden, state = read_padded(self.model, input_ids, mask, state, use_cache)
+            (batch, length), given = input_ids.shape, attention_mask.shape
+            if len(given) != 2 or given[0] != batch or given[1] < length:
+                raise ValueError(
+                    f"attention_mask must be [batch, length] like input_ids {[batch, length]}, not {list(given)}"
+                )
+            # Its last columns belong to these tokens.
+            hidden, state = read_padded(self.model, input_ids, attention_mask[:, -length:], state, use_cache)
         cache = None
         if use_cache:
             cache = StateCache() if past_key_values is None else past_key_values
             cache.replace(state, input_ids.shape[1])
         loss, logits = None, None
         if labels is not None and self.training and self.config.loss_without_logits:
-            loss = self._chunked_loss(hidden, labels, kwargs.get("num_items_in_batch"))
+            # The same loss without holding all logits at once, over the labels of the whole batch.
+            targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            counted, items = targets != _IGNORED, kwargs.get("num_items_in_batch")
+            total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
+            loss = total / (counted.sum() if items is None else items)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.model.logits(hidden[:, kept])
@@ -133,21 +142,6 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
-
-    def _chunked_loss(self, hidden: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
-        """The same loss without holding all logits at once; `items` is the number of labels in the whole batch."""
-        targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        counted = targets != _IGNORED
-        total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
-        return total / (counted.sum() if items is None else items)
-
-    def _mask(self, mask: Tensor, tokens: Tensor) -> Tensor:
-        """The last columns of the mask, which belong to the tokens."""
-        if mask.ndim != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
-            raise ValueError(
-                f"attention_mask must be [batch, length] like input_ids {list(tokens.shape)}, not {list(mask.shape)}"
-            )
-        return mask[:, -tokens.shape[1] :]
 
     def prepare_inputs_for_generation(
         self,
@@ -192,7 +186,7 @@ def _refuse(**kwargs: Any) -> None:
     """Refuse arguments that would change the result and are not supported."""
     reasons = {
         "inputs_embeds": "the models read token ids only: give input_ids",
-        "position_ids": "positions follow from the tokens read: leave it out, and read packed documents one a row",
+        "position_ids": "positions follow from the tokens read: leave it out, and give each document its own row",
         "output_attentions": "not every layer has attention weights",
         "output_hidden_states": "the activations between layers are not returned: use a forward hook on model.layers",
     }

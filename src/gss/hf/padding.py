@@ -34,18 +34,13 @@ def read_padded(
     """The activations [B, L, E] of real tokens in place (those of padding mean nothing), and the state after them."""
     first, count = extents(mask)
     if state is None and not keep_state:
-        return _aligned(model, tokens, first), None
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        to_left, back = ((column + way * first.unsqueeze(1)) % tokens.shape[1] for way in (1, -1))
+        hidden, _ = model.hidden(tokens.gather(1, to_left), keep_state=False)
+        return hidden.gather(1, back.unsqueeze(-1).expand_as(hidden)), None
     if bool((count == tokens.shape[1]).all()):
         return model.hidden(tokens, state, keep_state)
     return _grouped(model, tokens, first, count, state)
-
-
-def _aligned(model: LanguageModel, tokens: Tensor, first: Tensor) -> Tensor:
-    length = tokens.shape[1]
-    column = torch.arange(length, device=tokens.device)
-    hidden, _ = model.hidden(tokens.gather(1, (column + first.unsqueeze(1)) % length), keep_state=False)
-    back = (column - first.unsqueeze(1)) % length
-    return hidden.gather(1, back.unsqueeze(-1).expand_as(hidden))
 
 
 def _grouped(

@@ -22,10 +22,8 @@ from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.io.files import read_json
 
-MODULE = "modeling_gss"
-"""The file in an exported folder that imports our classes."""
-BYTE_EOS = "<|endoftext|>"
-"""The name of id 256 of the byte vocabulary, which has none of its own."""
+MODULE = "modeling_gss"  # the file in an exported folder that imports our classes
+BYTE_EOS = "<|endoftext|>"  # the name of id 256 of the byte vocabulary, which has none of its own
 VOCABULARY = "vocabulary"
 """The folder in an exported model with the vocabulary in our own format, so that its hash is kept."""
 _INPUTS = ["input_ids", "attention_mask"]
@@ -138,17 +136,8 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(eos, str | None):
         raise ValueError(f"{folder / 'tokenizer_config.json'}: eos_token must be a text, not {eos!r:.40}")
-    if (folder / "tokenizer.model").is_file():
-        return load_tokenizer(folder / "tokenizer.model", eos)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no vocabulary: neither {VOCABULARY}/, tokenizer.json nor tokenizer.model")
-    if _is_byte_level(folder / "tokenizer.json"):
-        return ByteTokenizer()
-    return load_tokenizer(folder / "tokenizer.json", eos)
-
-
-def _is_byte_level(path: Path) -> bool:
-    """Whether a tokenizer.json is the exported byte vocabulary."""
-    ours = json.loads(byte_level().to_str())
-    found = read_json(path)
-    return all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens"))
+    ours, found = json.loads(byte_level().to_str()), read_json(folder / "tokenizer.json")
+    if all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens")):
+        return ByteTokenizer()  # its exported form
+    pieces = folder / "tokenizer.model"
+    return load_tokenizer(pieces if pieces.is_file() else folder, eos)

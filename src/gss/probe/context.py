@@ -26,12 +26,9 @@ from gss.scoring import PIECE, score_sequences
 if TYPE_CHECKING:
     from gss.lm import LM
 
-MOST = 1 << 20
-"""The longest context that is chosen by default."""
-UNBOUNDED_LIMIT = 16_384
-"""The longest context for a model that keeps every token, whose cost grows with its square."""
-SHARE = 0.05
-"""The share of the whole gain from context that may be missing at the effective context."""
+MOST = 1 << 20  # the longest context that is chosen by default
+UNBOUNDED_LIMIT = 16_384  # the longest context for a model that keeps every token, whose cost grows with its square
+SHARE = 0.05  # the share of the whole gain from context that may be missing at the effective context
 _ENOUGH = 8  # documents that must reach the longest context
 _RESAMPLES = 1000
 
@@ -54,10 +51,8 @@ class ContextLoss:
     context: int
     loss: float
     standard_error: float
-    excess: float
-    """Over the loss with the longest context, on the same targets."""
-    excess_error: float
-    """Of the excess, paired by document."""
+    excess: float  # over the loss with the longest context, on the same targets
+    excess_error: float  # of the excess, paired by document
 
 
 @dataclass(frozen=True)
@@ -67,21 +62,16 @@ class ContextProbe:
     split: str
     documents: int
     blocks: int
-    tokens: int
-    """Targets, each scored once for every context."""
+    tokens: int  # targets, each scored once for every context
     by_position: tuple[PositionLoss, ...] = field(repr=False)
     """Over whole documents with the state carried; over windows of the longest context if the state is unbounded."""
-    fresh: tuple[ContextLoss, ...]
-    """Read from an empty state at the first true token."""
-    replaced: tuple[ContextLoss, ...]
-    """Read after another document's tokens, with the same window for every context."""
+    fresh: tuple[ContextLoss, ...]  # read from an empty state at the first true token
+    replaced: tuple[ContextLoss, ...]  # read after another document's tokens, with the same window for every context
     effective_context: int | None
     """The smallest context from which on `replaced` is within 5% of its whole gain (from the shortest context to the
     longest); None if that gain is below two standard errors."""
-    effective_interval: tuple[int, int]
-    """The central 95% of effective contexts when documents are resampled."""
-    effective_error: float
-    """Their standard deviation, in doublings."""
+    effective_interval: tuple[int, int]  # the central 95% of effective contexts when documents are resampled
+    effective_error: float  # their standard deviation, in doublings
 
 
 def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:

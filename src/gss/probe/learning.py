@@ -16,7 +16,7 @@ import torch
 from gss.config import ModelConfig, override
 from gss.data import Batch, as_tensors
 from gss.model import LanguageModel, build_model
-from gss.nn.gss2 import GSS2Layer, KeyedStateSpace
+from gss.nn.gss2 import GSS2Layer
 from gss.precision import resolved, running
 from gss.probe.tasks import Task
 from gss.scoring import PIECE, score_sequences
@@ -63,8 +63,7 @@ class TaskResult:
     optimizer: str
     learning_rate: float
     parameters: int
-    loss: float
-    """Mean over the last tenth of the steps, nats per target."""
+    loss: float  # mean over the last tenth of the steps, nats per target
     seconds: float
     accuracy: tuple[LengthAccuracy, ...]
 
@@ -116,7 +115,9 @@ def train_on_task(
     )
     run = override(run, {"precision": precision})
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
-    spaces = _to_stretch(stepper.model, stretch)
+    spaces = [layer.state_space for layer in stepper.model.layers if isinstance(layer, GSS2Layer)]
+    if not (stretch == 1 or (spaces and 0 < stretch < math.inf)):
+        raise ValueError(f"the time constants of GSS2 layers can be multiplied by a positive number, not {stretch!r}")
     started, losses = time.perf_counter(), []
     stepper.model.train()
     for step, stage in enumerate(itertools.chain(*([stage] * stage.steps for stage in stages))):
@@ -148,14 +149,6 @@ def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
     if any(min(stage) < 1 for stage in curriculum):
         raise ValueError("a stage of the curriculum has at least 1 item, token, row and step")
     return [*curriculum, last._replace(steps=left)]
-
-
-def _to_stretch(model: LanguageModel, factor: float) -> list[KeyedStateSpace]:
-    """The state spaces whose time constants can be multiplied by a factor; a factor of 1 is allowed for any model."""
-    spaces = [layer.state_space for layer in model.layers if isinstance(layer, GSS2Layer)]
-    if not (factor == 1 or (spaces and 0 < factor < math.inf)):
-        raise ValueError(f"the time constants of GSS2 layers can be multiplied by a positive number, not {factor!r}")
-    return spaces
 
 
 def task_accuracy(

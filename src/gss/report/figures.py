@@ -52,8 +52,7 @@ _COLUMNS = {
 class Picture:
     """A figure with its title and caption."""
 
-    name: str
-    """For ids."""
+    name: str  # for ids
     title: str
     caption: str
     figure: "Figure"
@@ -231,12 +230,10 @@ def context_pictures(runs: Sequence[RunRecord]) -> list[Picture]:
 class StateSpaceRecord:
     """One state space."""
 
-    name: str
-    """`3`, or `3b` where a layer has several."""
+    name: str  # `3`, or `3b` where a layer has several
     time_constants: Array
     """−1/Re λ, the tokens after which a mode has faded to 1/e: [N], or H·N where each channel has its own Δ."""
-    taps: Array
-    """What each channel still adds after each number of tokens, [H, L]."""
+    taps: Array  # what each channel still adds after each number of tokens, [H, L]
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:

@@ -188,10 +188,8 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: list[Sequence[str]]
-    quiet: frozenset[int] = frozenset()
-    """Rows that are only for comparison."""
-    words: bool = False
-    """Columns hold words, not numbers."""
+    quiet: frozenset[int] = frozenset()  # rows that are only for comparison
+    words: bool = False  # columns hold words, not numbers
 
 
 def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table | None:

@@ -21,25 +21,16 @@ class RunRecord:
 
     folder: Path
     name: str
-    config: dict[str, Any]
-    """As in config.json."""
+    config: dict[str, Any]  # as in config.json
     model_config: ModelConfig
-    training: list[dict[str, Any]] = field(default_factory=list)
-    """One row per step."""
-    held_out: list[dict[str, Any]] = field(default_factory=list)
-    """One row per evaluation during training and length."""
-    environment: dict[str, Any] = field(default_factory=dict)
-    """Of the first start of the run."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """As in data.json."""
-    probe: dict[str, Any] = field(default_factory=dict)
-    """As in probe.json, which `gss probe` writes."""
-    sample: str | None = None
-    """The newest text in samples/."""
-    loaded: LM | None = None
-    """The newest intact checkpoint, if there is one."""
-    trouble: str = ""
-    """Why there are no weights."""
+    training: list[dict[str, Any]] = field(default_factory=list)  # one row per step
+    held_out: list[dict[str, Any]] = field(default_factory=list)  # one row per evaluation during training and length
+    environment: dict[str, Any] = field(default_factory=dict)  # of the first start of the run
+    data: dict[str, Any] = field(default_factory=dict)  # as in data.json
+    probe: dict[str, Any] = field(default_factory=dict)  # as in probe.json, which `gss probe` writes
+    sample: str | None = None  # the newest text in samples/
+    loaded: LM | None = None  # the newest intact checkpoint, if there is one
+    trouble: str = ""  # why there are no weights
 
     @property
     def preset(self) -> str:

@@ -28,8 +28,7 @@ class Scores:
     """The scores of a run on held-out data, or why there are none."""
 
     result: Evaluation | None
-    data: str | None = None
-    """The hash of the data."""
+    data: str | None = None  # the hash of the data
     unigram_entropy: float | None = None
     """Of the same split: nats per token of a model that knows only the frequency of each id."""
     missing: str = ""
@@ -130,16 +129,13 @@ def _revived(values: dict[str, Any]) -> Any:
 def _held_out(run: RunRecord, data: str | Path | None) -> Dataset:
     """The run's validation split, if it is unchanged, or that of another corpus."""
     assert run.loaded is not None
-    if data is None:
-        if not run.data.get("folder"):
-            raise ValueError("the run folder does not say where its data is; give --data")
-        data = Path(run.data["folder"])
-        if not data.is_dir():
-            raise ValueError(f"the run's data is no longer at {data}; give --data")
-        dataset = open_dataset(data, SPLIT, verify=False)
-        if dataset.hash != run.data.get("hash"):
-            raise ValueError(f"{data} holds other data than the run was trained on; give --data")
-    else:
-        dataset = open_dataset(data, SPLIT, verify=False)
+    folder = data or run.data.get("folder")
+    if not folder:
+        raise ValueError("the run folder does not say where its data is; give --data")
+    if not data and not Path(folder).is_dir():
+        raise ValueError(f"the run's data is no longer at {folder}; give --data")
+    dataset = open_dataset(folder, SPLIT, verify=False)
+    if not data and dataset.hash != run.data.get("hash"):
+        raise ValueError(f"{folder} holds other data than the run was trained on; give --data")
     require_same(dataset.tokenizer(), run.loaded.tokenizer.hash, f"the run {run.name}")
     return dataset
