@@ -21,7 +21,7 @@ from gss.io.files import read_whole, write_file, write_json
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
-_BELOW = ("tokenizer", "vocabulary")  # where run folders and exported ones have it
+_BELOW = ("tokenizer", "vocabulary", "tokenizer.json", "tokenizer.model")  # where runs and other folders have it
 MAX_VOCABULARY = 1 << 24  # ids; counting them takes a number per id, and no published vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -229,11 +229,8 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     path = folder / DESCRIPTION
     if not path.is_file():
         for below in _BELOW:
-            if (folder / below / DESCRIPTION).is_file():
-                return _load_folder(folder / below, wanted_eos)
-        for name in ("tokenizer.json", "tokenizer.model"):
-            if (folder / name).is_file():
-                return load_tokenizer(folder / name, wanted_eos)
+            if (folder / below).is_file() or (folder / below / DESCRIPTION).is_file():
+                return load_tokenizer(folder / below, wanted_eos)
         raise ValueError(f"{folder} has no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
     try:
         description = json.loads(read_whole(path))

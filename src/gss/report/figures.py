@@ -192,9 +192,8 @@ def _mark(axes: "Axes", place: int | None) -> None:
 
 def _positions(result: Evaluation) -> list[PositionLoss]:
     """For each bin, the loss at the length with the most tokens in it: short windows are many, long ones reach far."""
-    best: dict[int, PositionLoss] = {}
-    for found in sorted((found for row in result.rows for found in row.by_position), key=lambda found: found.tokens):
-        best[found.start] = found
+    found = sorted((part for row in result.rows for part in row.by_position), key=lambda part: part.tokens)
+    best = {part.start: part for part in found}  # the last of each
     return [best[start] for start in sorted(best)]
 
 

@@ -5,6 +5,7 @@ run is refused.
 """
 
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,7 @@ def read_runs(paths: list[Path]) -> list[RunRecord]:
         if places.count(place) > 1:
             raise ValueError(f"{place} is given twice")
     runs = [read_run(path) for path in paths]
-    names: list[str] = []
-    size = 0
-    while len(set(names)) < len(places):
-        size += 1
-        names = ["/".join(place.parts[-size:]) for place in places]
-    for run, name in zip(runs, names, strict=True):
+    ends = (["/".join(place.parts[-size:]) for place in places] for size in count(1))
+    for run, name in zip(runs, next(names for names in ends if len({*names}) == len(names)), strict=True):
         run.name = name
     return runs
