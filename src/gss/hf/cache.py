@@ -22,8 +22,7 @@ class StateCache(Cache):
     def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
         super().__init__(layers=[])
         self.state = state
-        self.columns = columns
-        """Columns of input read so far, padding included, as in the length of an attention mask."""
+        self.columns = columns  # of input read so far, padding included, as in the length of an attention mask
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns)"

@@ -1,12 +1,14 @@
 """`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`.
 
 Translates inputs, outputs and caches; arithmetic, parameter names (below `model.`) and initialization are those of the
-language model. Knows nothing of run folders or vocabularies.
+language model, which has no attention mask: of a padded batch, each row's real tokens are read as if they were alone.
+Knows nothing of run folders or vocabularies.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -14,9 +16,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from gss.config import override
 from gss.hf.cache import StateCache
 from gss.hf.config import GSSConfig
-from gss.hf.padding import read_padded
 from gss.loss import next_token_loss
 from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
 
 _IGNORED = -100  # the label that counts for nothing, by convention
 
@@ -130,7 +132,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         loss, logits = None, None
         if labels is not None and self.training and self.config.loss_without_logits:
             # The same loss without holding all logits at once, over the labels of the whole batch.
-            targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
             counted, items = targets != _IGNORED, kwargs.get("num_items_in_batch")
             total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
             loss = total / (counted.sum() if items is None else items)
@@ -193,3 +195,42 @@ def _refuse(**kwargs: Any) -> None:
     for name, reason in reasons.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def read_padded(
+    model: LanguageModel, tokens: Tensor, mask: Tensor, state: ModelState | None, keep_state: bool
+) -> tuple[Tensor, ModelState | None]:
+    """The activations [B, L, E] of real tokens in place (those of padding mean nothing), and the state after them."""
+    real, column = mask != 0, torch.arange(mask.shape[1], device=mask.device)
+    first, count = real.long().argmax(1, keepdim=True), real.sum(1, keepdim=True)
+    if not torch.equal(real, (column >= first) & (column < first + count)):
+        raise ValueError(
+            "the attention mask has holes: a row's real tokens must stand together, with padding before or after them"
+        )
+    if state is None and not keep_state:
+        # Shifted to the left, rows are read together: models are causal, and padding after a row's end has no effect.
+        to_left, back = ((column + way * first) % len(column) for way in (1, -1))
+        hidden, _ = model.hidden(tokens.gather(1, to_left), keep_state=False)
+        return hidden.gather(1, back.unsqueeze(-1).expand_as(hidden)), None
+    if bool(real.all()):
+        return model.hidden(tokens, state, keep_state)
+    # A state must end at the row's last real token: rows of the same extent are read together, and their states joined.
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, extent in enumerate(zip(first[:, 0].tolist(), count[:, 0].tolist(), strict=True)):
+        groups.setdefault(extent, []).append(row)
+    before = model.initial_state(tokens.shape[0]) if state is None else state
+    parts, states, order = [], [], []
+    for (start, size), rows in groups.items():
+        after = before.select(rows)
+        if size:
+            # Without a state the rows are read in parallel, without the cost of carrying one.
+            hidden, read = model.hidden(tokens[rows, start : start + size], None if state is None else after)
+            assert read is not None
+            after = read
+        else:  # nothing of these rows in this piece
+            hidden = model.embedding.weight.new_zeros(len(rows), 0, model.config.width)
+        parts.append(F.pad(hidden, (0, 0, start, tokens.shape[1] - start - size)))
+        states.append(after)
+        order += rows
+    back = torch.argsort(torch.tensor(order, device=tokens.device))
+    return torch.cat(parts)[back], ModelState.join(states).select(back)

@@ -18,8 +18,7 @@ from gss.evaluation import Evaluation, PositionLoss
 from gss.model import LanguageModel, build_model
 from gss.nn.state_space import StateSpace
 from gss.paper import PERPLEXITY
-from gss.report.runs import RunRecord
-from gss.report.scores import Scores
+from gss.report.runs import RunRecord, Scores
 from gss.report.theme import LIGHT, layer_colours, legend, logarithmic, run_colour, tokens
 
 if TYPE_CHECKING:

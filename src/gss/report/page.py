@@ -18,8 +18,7 @@ from gss.io.files import write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report import figures
-from gss.report.runs import RunRecord, read_runs
-from gss.report.scores import Scores, Show, same_tokens, scores
+from gss.report.runs import RunRecord, Scores, Show, read_runs, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
 from gss.training.config import flattened
 from gss.training.progress import duration
@@ -41,7 +40,7 @@ def write_report(
 
     prompt     for the samples; None: the run's newest sample if it has one, else a new document
     show       called with the current stage and the share of it that is done
-    scoring    options of `gss.report.scores.scores`: data, max_tokens, lengths, again, device
+    scoring    options of `gss.report.runs.scores`: data, max_tokens, lengths, again, device
     """
     require_matplotlib()
     target = Path(out)
