@@ -187,9 +187,7 @@ class Lanes(Batches):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         if len(dataset) < batch_size:
-            raise ValueError(
-                f"{len(dataset)} documents cannot fill {batch_size} lanes: use a smaller batch, or independent segments"
-            )
+            raise ValueError(f"{len(dataset)} documents cannot fill {batch_size} lanes: use fewer lanes, or segments")
         self._segments = -(-dataset.lengths // length)
         self._assigned = _assign(self._segments, batch_size)
         self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._assigned)

@@ -257,10 +257,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 finished(future.result())
         except BrokenProcessPool as error:
-            raise ValueError(
-                "a worker process was killed, most likely because memory ran out: run the same command again with "
-                "fewer --workers; it continues"
-            ) from error
+            raise ValueError("a worker was killed, likely out of memory: run again with fewer --workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -210,9 +210,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     if path.is_dir():
         return _load_folder(path, eos)
     if not path.is_file():
-        raise ValueError(
-            f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a SentencePiece .model or a folder made by gss"
-        )
+        raise ValueError(f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a .model, or a folder made by gss")
     kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
     if path.suffix not in kinds:
         raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
@@ -245,10 +243,8 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     content = read_whole(folder / file_name) if file_name else b""
     found = _hash(kind.kind, size, eos_id, content)
     if found != stated:
-        raise ValueError(
-            f"the vocabulary in {folder} is not the one its description names "
-            f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare again"
-        )
+        hashes = f"hash {found[:12]} instead of {stated[:12]}"
+        raise ValueError(f"the vocabulary in {folder} is not the one its description names ({hashes}): restore it")
     _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
     return kind(content, eos, str(folder / (file_name or "")))
 

@@ -47,10 +47,7 @@ def loaded(run: str | Path | None, step: int | None) -> LM:
     """Load a run's model, if it can be exported."""
     lm = load(run, step=step)
     if lm.model.first is not None:
-        raise ValueError(
-            f"{run} is a tuned first state, which an exported model would start without: export the model that it "
-            "was tuned for"
-        )
+        raise ValueError(f"{run} is a tuned first state, which is not exported: export the model that it was tuned for")
     return lm
 
 

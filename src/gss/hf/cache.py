@@ -66,9 +66,7 @@ class StateCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a recurrent state cannot be rewound."""
-        raise ValueError(
-            "a recurrent state cannot be rewound by some tokens: keep a copy.deepcopy of the cache from before them"
-        )
+        raise ValueError("a recurrent state cannot be rewound: keep a copy.deepcopy of the cache from before")
 
     @property
     def batch_size(self) -> int:

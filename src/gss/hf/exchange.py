@@ -44,10 +44,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     lm = load(folder, step=step, weights="fp32")
     model, tokenizer = lm.model, lm.tokenizer
     if model.first is not None:
-        raise ValueError(
-            f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
-            "from, and use the state with gss"
-        )
+        raise ValueError(f"{folder} is a tuned first state, which transformers cannot use: export the model itself")
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
@@ -56,9 +53,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
         try:
             exported.save_pretrained(aside)
         except SafetensorError as error:
-            raise OSError(
-                f"could not write the weights to {target}: {error}. Nothing is left there; make room"
-            ) from error
+            raise OSError(f"could not write the weights to {target}, and removed them: {error}; make room") from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
         write_file(aside / f"{MODULE}.py", _CODE)
         tokenizer.save(aside / VOCABULARY)
@@ -80,10 +75,8 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     config, known = read_config(source), read_exported(source)
     tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the vocabulary in {source} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
-            "they do not belong together"
-        )
+        sizes = f"{tokenizer.vocab_size} ids, and the model {model.config.vocab_size}"
+        raise ValueError(f"the vocabulary in {source} has {sizes}: they do not belong together")
     with written_folder(target) as aside:
         # The model's configuration replaces the run's, since its vocabulary may have grown.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})

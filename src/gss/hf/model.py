@@ -78,10 +78,8 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
         elif any(not getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
-            raise ValueError(
-                f"there are no weights for a {type(module).__name__}: the weights are not of the model that the "
-                "config describes, or the file is incomplete"
-            )
+            name = type(module).__name__
+            raise ValueError(f"there are no weights for a {name}: the file is incomplete, or of another config's model")
 
     def forward(
         self,
@@ -106,10 +104,8 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise ValueError("there are no input_ids: give token ids [batch, length]")
         if past_key_values is not None and not isinstance(past_key_values, StateCache):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}: these models take the gss.hf.StateCache that "
-                "a call of the model returned"
-            )
+            kind = type(past_key_values).__name__
+            raise ValueError(f"past_key_values must be the gss.hf.StateCache that the model returned, not a {kind}")
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
         state = None if past_key_values is None else past_key_values.state
@@ -120,9 +116,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             (batch, length), given = input_ids.shape, attention_mask.shape
             if len(given) != 2 or given[0] != batch or given[1] < length:
-                raise ValueError(
-                    f"attention_mask must be [batch, length] like input_ids {[batch, length]}, not {list(given)}"
-                )
+                raise ValueError(f"attention_mask must be {[batch, length]}, as input_ids are, not {list(given)}")
             # Its last columns belong to these tokens.
             hidden, state = read_padded(self.model, input_ids, attention_mask[:, -length:], state, use_cache)
         cache = None
@@ -158,10 +152,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         """The inputs of a forward pass in `generate`."""
         _refuse(inputs_embeds=inputs_embeds)
         if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
-            raise ValueError(
-                "a prompt ends in padding, so what follows it would not follow its text: pad on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
+            raise ValueError("a prompt ends in padding: pad on the left (tokenizer.padding_side = 'left')")
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         if not is_first_iteration and next_sequence_length == 1:
@@ -175,10 +166,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for caches of keys and values: "
-                "leave it out, these models carry a recurrent state"
-            )
+            raise ValueError("cache_implementation is for keys and values: leave it out, the state is recurrent")
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache()
@@ -204,9 +192,7 @@ def read_padded(
     real, column = mask != 0, torch.arange(mask.shape[1], device=mask.device)
     first, count = real.long().argmax(1, keepdim=True), real.sum(1, keepdim=True)
     if not torch.equal(real, (column >= first) & (column < first + count)):
-        raise ValueError(
-            "the attention mask has holes: a row's real tokens must stand together, with padding before or after them"
-        )
+        raise ValueError("the attention mask has holes: padding may only come before or after all real tokens of a row")
     if state is None and not keep_state:
         # Shifted to the left, rows are read together: models are causal, and padding after a row's end has no effect.
         to_left, back = ((column + way * first) % len(column) for way in (1, -1))

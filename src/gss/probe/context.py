@@ -88,10 +88,8 @@ def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
     wanted = min(_ENOUGH, max(2, len(ordered) // 2))
     room = ordered[wanted - 1] - targets if len(ordered) >= wanted else 0
     if room < 2:
-        raise ValueError(
-            f"documents are too short, or too few: {wanted} of at least {targets + 2:,} tokens are needed to score "
-            f"{targets:,} after some context; score fewer targets, or take longer documents"
-        )
+        needed = f"{wanted} of at least {targets + 2:,} tokens are needed to score {targets:,} after some context"
+        raise ValueError(f"documents are too short, or too few: {needed}: score fewer targets, or take longer ones")
     return int(min(MOST, 1 << (room.bit_length() - 1)))
 
 
@@ -109,10 +107,8 @@ def choose_blocks(
             chosen = np.linspace(0, len(starts) - 1, min(per_document, len(starts))).round().astype(int).tolist()
             places.append((document, [starts[index] for index in chosen]))
     if len(places) < 2:
-        raise ValueError(
-            f"documents are too short: {len(places)} of them have {longest:,} tokens before {targets:,} targets, and "
-            f"two are needed (the longest has {max(lengths):,}); give a shorter longest context"
-        )
+        found = f"{len(places)} of them have {longest:,} tokens before {targets:,} targets (at most {max(lengths):,})"
+        raise ValueError(f"documents are too short: {found}, and two must; give a shorter longest context")
     blocks = []
     for (document, starts_of), (other, others) in zip(places, places[1:] + places[:1], strict=True):
         blocks += [Block(document, start, other, others[i % len(others)]) for i, start in enumerate(starts_of)]

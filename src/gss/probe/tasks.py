@@ -119,10 +119,7 @@ class Task:
         """Sequences of a length, determined by the seed."""
         least, ids = self.shortest(self.items), self.fewest(self.items)
         if length < least:
-            raise ValueError(
-                f"{self.items} items need a length of at least {least}, not {length}: ask for fewer, or for longer "
-                "sequences"
-            )
+            raise ValueError(f"{self.items} items need a length of {least} or more, not {length}: ask for fewer items")
         if self.vocabulary < ids:
             raise ValueError(f"this task needs a vocabulary of at least {ids}, not {self.vocabulary}")
         return self.function(np.random.default_rng(seed), rows, length, self.vocabulary, self.items)

@@ -44,11 +44,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, may_be_none = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")
-            if not (value > 0 or (may_be_none and value == 0)):
-                raise ValueError(
-                    f"the limit {field.name} must be {'at least' if may_be_none else 'over'} 0, not {value}"
-                )
+            value, zero = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")  # which may be 0
+            if not (value > 0 or (zero and value == 0)):
+                raise ValueError(f"the limit {field.name} must be {'at least' if zero else 'over'} 0, not {value}")
 
 
 def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | None, step: int) -> dict[str, Any]:

@@ -159,12 +159,8 @@ class Guard:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             matches = hmac.compare_digest(_digest(given.strip()), self._key)
             if scheme.lower() != b"bearer" or not matches:
-                raise ApiError(
-                    401,
-                    "an API key is needed: send it as 'Authorization: Bearer KEY'",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                message = "an API key is needed: send it as 'Authorization: Bearer KEY'"
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")
         self._check_size(int(length) if length.isdigit() and len(length) <= 18 else sys.maxsize)
 
