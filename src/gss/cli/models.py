@@ -140,9 +140,7 @@ def params_command(
     console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(
-        f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training costs three times that."
-    )
+    console.print(f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training costs three times it.")
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 

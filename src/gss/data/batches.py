@@ -260,10 +260,11 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
         self._device = torch.device(device)
         self._thread = ThreadPoolExecutor(1, "gss-prefetch")
         steps = count(start_step) if stop_step is None else range(start_step, stop_step)
-        pin = self._device.type == "cuda"
-        self._futures = (
-            self._thread.submit(lambda step: as_tensors(batches.batch(step, rank, world), pin), step) for step in steps
-        )
+
+        def make(step: int) -> "Batch[torch.Tensor]":
+            return as_tensors(batches.batch(step, rank, world), pin=self._device.type == "cuda")
+
+        self._futures = (self._thread.submit(make, step) for step in steps)
         self._ahead = deque(islice(self._futures, depth + 1))
 
     def __next__(self) -> "Batch[torch.Tensor]":

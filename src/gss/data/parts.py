@@ -218,11 +218,8 @@ def merge_parts(
                     entry["documents"] += 1
                     if len(entry["first"]) < NAMED:
                         entry["first"].append(json.loads(line))
-    facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
-    return (
-        {split: found for split, found in facts.items() if found},
-        {reason: entry for reason, entry in left_out.items() if entry["documents"]},
-    )
+    facts = {split: found for split, writer in zip(SPLITS, splits, strict=True) if (found := writer.finish(table))}
+    return facts, {reason: entry for reason, entry in left_out.items() if entry["documents"]}
 
 
 def _batches(table: Table, split: str | None = None) -> Iterator[Table]:

@@ -160,10 +160,8 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
         raise ValueError(f"{target} holds a corpus that was prepared differently: choose another --out, or use --force")
     newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
-        warnings.warn(
-            f"{target} was prepared before {newer[0]} was last written: if its text has changed, use --force",
-            stacklevel=3,
-        )
+        older = f"{target} was prepared before {newer[0]} was last written"
+        warnings.warn(f"{older}: if its text has changed, use --force", stacklevel=3)
     return found
 
 

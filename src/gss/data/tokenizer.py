@@ -66,9 +66,8 @@ class Tokenizer:
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"end-of-document id {self.eos_id} is outside the vocabulary of {self.vocab_size} ids")
         self.hash = _hash(self.kind, self.vocab_size, self.eos_id, content)
-        self.losses = tuple(
-            what for what, texts in PROBES if any(self.decode(self.encode(text)) != text for text in texts)
-        )
+        changed = {text for _, texts in PROBES for text in texts if self.decode(self.encode(text)) != text}
+        self.losses = tuple(what for what, texts in PROBES if changed.intersection(texts))
 
     def _open(self, eos: str | None, where: str) -> None:
         """Find the size and the end-of-document token."""

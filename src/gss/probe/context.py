@@ -107,7 +107,7 @@ def choose_blocks(
             chosen = np.linspace(0, len(starts) - 1, min(per_document, len(starts))).round().astype(int).tolist()
             places.append((document, [starts[index] for index in chosen]))
     if len(places) < 2:
-        found = f"{len(places)} of them have {longest:,} tokens before {targets:,} targets (at most {max(lengths):,})"
+        found = f"{len(places)} of them have {longest:,} tokens before {targets:,} targets (longest: {max(lengths):,})"
         raise ValueError(f"documents are too short: {found}, and two must; give a shorter longest context")
     blocks = []
     for (document, starts_of), (other, others) in zip(places, places[1:] + places[:1], strict=True):

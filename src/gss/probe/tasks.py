@@ -227,10 +227,8 @@ def train_on_task(
     config = override(config, {"vocab_size": task.vocabulary})
     optimizer = optimizer or task_optimizer(config, steps)
     longest, most = max(stage.length for stage in stages), max(stage.rows for stage in stages)
-    run = TrainConfig(
-        model=config, seed=seed, steps=steps, length=longest, batch_tokens=most * longest, optimizer=optimizer
-    )
-    run = override(run, {"precision": precision})
+    run = TrainConfig(model=config, seed=seed, steps=steps, length=longest, batch_tokens=most * longest)
+    run = override(replace(run, optimizer=optimizer), {"precision": precision})
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
     spaces = [layer.state_space for layer in stepper.model.layers if isinstance(layer, GSS2Layer)]
     if not (stretch == 1 or (spaces and 0 < stretch < math.inf)):

@@ -77,9 +77,7 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
     about = f"A report by gss {gss.__version__}, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}."
     anchors = {name: re.sub(r"\W", "-", name.lower()) for name in sections}
     links = "".join(f'<a href="#{anchor}">{name}</a>' for name, anchor in anchors.items())
-    inside = "".join(
-        f'\n<section id="{anchors[name]}"><h2>{name}</h2>{content}</section>' for name, content in sections.items()
-    )
+    inside = "".join(f'\n<section id="{anchors[n]}"><h2>{n}</h2>{html}</section>' for n, html in sections.items())
     css = css_variables() + (files("gss.report") / "page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -126,9 +124,7 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
     table = length_table(runs, scored)
     if table:
         counts = sorted({(score.result.tokens, score.result.documents) for score in scored if score.result})
-        what = " and ".join(
-            f"{count:,} held-out tokens of {number:,} document{'s' * (number > 1)}" for count, number in counts
-        )
+        what = " and ".join(f"{count:,} held-out tokens of {n:,} document{'s' * (n > 1)}" for count, n in counts)
         intro = (
             f"{what}, each counted once at every length. The last three columns are of the longest length; ± is the "
             "standard error of the loss over documents."

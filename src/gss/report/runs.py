@@ -153,10 +153,11 @@ def scores(
         return Scores(None, missing=f"no scores: {error}")
     model = run.loaded.model.to(device)
     wanted = lengths or reachable_lengths(model, dataset, max_tokens, run.length)
-    stage = f"scoring {run.name}"
-    result = evaluate(
-        model, dataset, wanted, max_tokens=max_tokens, report=lambda done, total: show(stage, done / total)
-    )
+
+    def report(done: int, total: int) -> None:
+        show(f"scoring {run.name}", done / total)
+
+    result = evaluate(model, dataset, wanted, max_tokens=max_tokens, report=report)
     model.to("cpu")
     keep(run.folder, run.loaded.step, dataset, result)
     return Scores(result, dataset.hash, dataset.unigram_entropy)

@@ -60,10 +60,8 @@ def create_app(
     answer_errors(app)
     pages = {f"/{path.relative_to(PAGE).as_posix()}": path for path in sorted(PAGE.rglob("*")) if path.is_file()}
     pages["/"] = PAGE / "index.html"
-    open_paths = {"/health", *pages}
-    app.add_middleware(
-        Guard, limits=limits, metrics=engine.metrics, api_key=api_key, open_paths=open_paths, hosts=hosts
-    )
+    free = {"/health", *pages}
+    app.add_middleware(Guard, limits=limits, metrics=engine.metrics, api_key=api_key, open_paths=free, hosts=hosts)
     service = Service(engine, name, limits)
     _add_posts(app, service)
     _add_facts(app, service, describe(engine, limits, name=name, preset=preset, step=step))

@@ -57,9 +57,7 @@ SamplingRequest: Any = create_model("SamplingRequest", __base__=Generation, **_O
 class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
-    prompt: str | Texts | TokenIds | ManyTokenIds = Field(
-        "", description="A text, several, or token ids (read exactly as given)."
-    )
+    prompt: str | Texts | TokenIds | ManyTokenIds = Field("", description="Texts, or token ids, read exactly as given.")
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
