@@ -9,9 +9,10 @@ import torch
 
 import gss
 from gss.data import load_tokenizer
-from gss.generate import Sampling, generate, stream
+from gss.generate import Sampling, generate
 from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.job import Job, Row
+from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively_model, text_of
 

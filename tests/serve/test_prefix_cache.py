@@ -6,8 +6,8 @@ import torch
 
 import gss
 from gss.decode.prefill import Entry, PrefixCache
-from gss.generate import stream
 from gss.serve.engine import EngineThread
+from tests.comparing import stream
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
 
 

@@ -163,33 +163,33 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.content)
-            self.vocab_size = int(self._processor.vocab_size())
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=self.content)
+            self.vocab_size = int(self.processor.vocab_size())
         except Exception as error:  # the library raises RuntimeError or OSError by version
             raise ValueError(f"{where} is not a SentencePiece model: {error}") from error
-        self.eos_id = int(self._processor.piece_to_id(eos) if eos else self._processor.eos_id())
-        if self.eos_id < 0 or (eos and self._processor.id_to_piece(self.eos_id) != eos):
+        self.eos_id = int(self.processor.piece_to_id(eos) if eos else self.processor.eos_id())
+        if self.eos_id < 0 or (eos and self.processor.id_to_piece(self.eos_id) != eos):
             raise ValueError(f"{where} has no end-of-document piece {eos or '(eos)'!r}; name one with --eos")
-        self.eos = str(self._processor.id_to_piece(self.eos_id))
+        self.eos = str(self.processor.id_to_piece(self.eos_id))
         # The byte pieces that spell the space mark itself, where the vocabulary has byte fallback.
-        self._mark_bytes = [int(self._processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
-        self._spells_mark = all(map(self._processor.is_byte, self._mark_bytes))
+        self._mark_bytes = [int(self.processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
+        self._spells_mark = all(map(self.processor.is_byte, self._mark_bytes))
 
     def encode(self, text: str) -> Ids:
         if not self._spells_mark or SPACE_MARK not in text:
-            return _array(self._processor.encode(text))
+            return _array(self.processor.encode(text))
         # The library reads a literal space mark as a space; spelled in bytes it survives the round trip.
-        first, *others = map(self._processor.encode, text.split(SPACE_MARK))
+        first, *others = map(self.processor.encode, text.split(SPACE_MARK))
         return _array([*first, *(i for part in others for i in (*self._mark_bytes, *part))])
 
     def encode_many(self, texts: list[str]) -> list[Ids]:
         if any(SPACE_MARK in text for text in texts):
             return [self.encode(text) for text in texts]
-        return [_array(ids) for ids in self._processor.encode(texts, num_threads=1)]
+        return [_array(ids) for ids in self.processor.encode(texts, num_threads=1)]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         # A model may have more ids than its vocabulary, and the library knows none beyond.
-        return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
+        return str(self.processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
 
 
 _KINDS: dict[str, type[Tokenizer]] = {

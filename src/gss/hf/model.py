@@ -176,7 +176,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("there are no input_ids: give token ids [batch, length]")
         if past_key_values is not None and not isinstance(past_key_values, StateCache):
             kind = type(past_key_values).__name__
-            raise ValueError(f"past_key_values must be the gss.hf.StateCache that the model returned, not a {kind}")
+            raise ValueError(f"past_key_values is a {kind}: give the gss.hf.StateCache that the model returned")
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
         state = None if past_key_values is None else past_key_values.state
@@ -187,7 +187,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             (batch, length), given = input_ids.shape, attention_mask.shape
             if len(given) != 2 or given[0] != batch or given[1] < length:
-                raise ValueError(f"attention_mask must be {[batch, length]}, as input_ids are, not {list(given)}")
+                raise ValueError(f"attention_mask must be [batch, length] like input_ids, not {list(given)}")
             # Its last columns belong to these tokens.
             hidden, state = read_padded(self.model, input_ids, attention_mask[:, -length:], state, use_cache)
         cache = None

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -84,7 +83,6 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
             content = Path(vocab_file).read_bytes()
         eos = None if eos_token is None else str(eos_token)
         self.pieces = SentencePieceTokenizer(content, eos, vocab_file or "the .model file")
-        self._names = sentencepiece.SentencePieceProcessor(model_proto=content)
         kwargs |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.pieces.eos)
         kwargs |= {"split_special_tokens": True, "special_tokens_pattern": "bos", "clean_up_tokenization_spaces": False}
         super().__init__(**{"padding_side": "left", **kwargs})
@@ -102,10 +100,10 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         return [self._convert_id_to_token(int(index)) for index in self.pieces.encode(text)]
 
     def _convert_token_to_id(self, token: str) -> int:
-        return int(self._names.piece_to_id(token))
+        return int(self.pieces.processor.piece_to_id(token))
 
     def _convert_id_to_token(self, index: int) -> str:
-        return str(self._names.id_to_piece(index))
+        return str(self.pieces.processor.id_to_piece(index))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of pieces; an end of a document appears as its name."""
