@@ -23,8 +23,7 @@ from gss.io.files import read_json
 
 MODULE = "modeling_gss"  # the file in an exported folder that imports our classes
 BYTE_EOS = "<|endoftext|>"  # the name of id 256 of the byte vocabulary, which has none of its own
-VOCABULARY = "vocabulary"
-"""The folder in an exported model with the vocabulary in our own format, so that its hash is kept."""
+VOCABULARY = "vocabulary"  # the folder in an exported model with the vocabulary in our own format, which keeps its hash
 _INPUTS = ["input_ids", "attention_mask"]
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,11 @@ import torch
 
 from gss.data import Dataset
 from gss.evaluation import PositionLoss, evaluate, longest_document, opened, standard_error
+from gss.lm import LM
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 from gss.scoring import PIECE, score_sequences
-
-if TYPE_CHECKING:
-    from gss.lm import LM
 
 MOST = 1 << 20  # the longest context that is chosen by default
 UNBOUNDED_LIMIT = 16_384  # the longest context for a model that keeps every token, whose cost grows with its square
@@ -116,7 +114,7 @@ def choose_blocks(
 
 
 def probe_context(
-    model: "LM | LanguageModel",
+    model: LM | LanguageModel,
     dataset: Dataset | str | Path,
     *,
     longest: int | None = None,

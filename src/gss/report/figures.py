@@ -160,7 +160,7 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
         low, high = min(values), max(values)
         logarithmic(axes.xaxis)
         ticks = sorted({length for points, *_ in curves for length in points})
-        axes.set_xticks(ticks, [binary(length) for length in ticks])
+        axes.set_xticks(ticks, [length_name(length) for length in ticks])
         axes.set_xticks([], minor=True)
         if high > 5 * low:
             logarithmic(axes.yaxis)
@@ -196,9 +196,9 @@ def _positions(result: Evaluation) -> list[PositionLoss]:
     return [best[start] for start in sorted(best)]
 
 
-def binary(value: float) -> str:
-    """A length as the paper writes it: 512, 4k, 65k."""
-    return f"{int(value)}" if value < 1000 else f"{int(value) // 1000}k"
+def length_name(length: int | None) -> str:
+    """A length as the paper writes it, 512, 4k, 65k; None is a whole document."""
+    return "whole" if length is None else f"{length}" if length < 1000 else f"{length // 1000}k"
 
 
 def context_pictures(runs: Sequence[RunRecord]) -> list[Picture]:
@@ -229,8 +229,7 @@ class StateSpaceRecord:
     """One state space."""
 
     name: str  # `3`, or `3b` where a layer has several
-    time_constants: Array
-    """−1/Re λ, the tokens after which a mode has faded to 1/e: [N], or H·N where each channel has its own Δ."""
+    time_constants: Array  # −1/Re λ, tokens until a mode has faded to 1/e: [N], or H·N if each channel has its own Δ
     taps: Array  # what each channel still adds after each number of tokens, [H, L]
 
 

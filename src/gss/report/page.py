@@ -98,7 +98,7 @@ def _summary(run: RunRecord, score: Scores, index: int) -> str:
         facts["loss, last 5%"] = f"{trained['train_loss']:.3f}"
     if score.result:
         row = score.result.rows[-1]
-        facts[f"perplexity, {_length(row.length)}"] = f"{row.perplexity:.2f}"
+        facts[f"perplexity, {figures.length_name(row.length)}"] = f"{row.perplexity:.2f}"
         if not math.isnan(row.bits_per_byte):
             facts["bits per byte"] = f"{row.bits_per_byte:.3f}"
     if run.step and "batch_tokens" in run.config:
@@ -215,7 +215,7 @@ def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table |
             quiet.add(len(rows))
             cells = [f"{paper[length]:g}" if length in paper else "" for length in lengths]
             rows.append([f"paper's {preset}, {corpus}", "", *cells, *[""] * 3])
-    header = ["perplexity at", "params", *map(_length, lengths), "± loss", "per word", "bits/byte"]
+    header = ["perplexity at", "params", *map(figures.length_name, lengths), "± loss", "per word", "bits/byte"]
     return Table(header, rows, frozenset(quiet))
 
 
@@ -239,10 +239,6 @@ def size(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}"
-
-
-def _length(length: int | None) -> str:
-    return "whole" if length is None else figures.binary(length)
 
 
 def _value(value: Any) -> str:

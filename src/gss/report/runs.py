@@ -111,8 +111,7 @@ class Scores:
 
     result: Evaluation | None
     data: str | None = None  # the hash of the data
-    unigram_entropy: float | None = None
-    """Of the same split: nats per token of a model that knows only the frequency of each id."""
+    unigram_entropy: float | None = None  # nats per token of a model that knows only how often each id occurs there
     missing: str = ""
 
 
