@@ -193,6 +193,14 @@ def load(
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 
 
+def load_to_export(run: str | Path | None, **options: Any) -> LM:
+    """`load`, for use without gss: refused where texts start from a tuned state."""
+    lm = load(run, **options)
+    if lm.model.first is not None:
+        raise ValueError(f"{run} is a tuned first state, which is not exported: export the model that it was tuned for")
+    return lm
+
+
 def run_folder(run: str | Path | None) -> Path:
     """The folder of a run, the box's where that is meant."""
     return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)

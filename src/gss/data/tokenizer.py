@@ -106,7 +106,8 @@ class ByteTokenizer(Tokenizer):
     kind, vocab_size, eos_id = "bytes", 257, 256
 
     def _open(self, eos: str | None, where: str) -> None:
-        _require_end(eos, None, where)
+        if eos is not None:
+            raise ValueError(f"{where} ends documents with an id of its own, not {eos!r}: leave out --eos")
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
@@ -216,12 +217,6 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     return kinds[path.suffix](read_whole(path), eos, str(path))
 
 
-def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
-    if wanted is not None and wanted != found:
-        end = "an id of its own" if found is None else repr(found)
-        raise ValueError(f"{whose} ends documents with {end}, not {wanted!r}: leave out --eos")
-
-
 def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     path = folder / DESCRIPTION
     if not path.is_file():
@@ -244,7 +239,9 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     if found != stated:
         hashes = f"hash {found[:12]} instead of {stated[:12]}"
         raise ValueError(f"the vocabulary in {folder} is not the one its description names ({hashes}): restore it")
-    _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
+    if wanted_eos not in (None, eos):
+        end = "an id of its own" if eos is None else repr(eos)
+        raise ValueError(f"the vocabulary in {folder} ends documents with {end}, not {wanted_eos!r}: leave out --eos")
     return kind(content, eos, str(folder / (file_name or "")))
 
 

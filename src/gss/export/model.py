@@ -18,7 +18,7 @@ from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.graph import Graph
 from gss.export.layers import LONGEST, Piece, add_layer, state_shapes, waves
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
-from gss.lm import LM, load
+from gss.lm import LM, load_to_export
 from gss.model import LanguageModel
 from gss.ops.positions import sinusoid_frequencies
 
@@ -36,19 +36,11 @@ def export_onnx(run: str | Path | None, out: str | Path, *, step: int | None = N
     """Write a folder with a run's model as `model.onnx`, its description as `model.json`, and its vocabulary."""
     target = Path(out)
     require_new(target)
-    lm = loaded(run, step)
+    lm = load_to_export(run, step=step)
     with written_folder(target) as aside:
         write_model(lm, aside)
         lm.tokenizer.save(aside / "vocabulary")
     return target
-
-
-def loaded(run: str | Path | None, step: int | None) -> LM:
-    """Load a run's model, if it can be exported."""
-    lm = load(run, step=step)
-    if lm.model.first is not None:
-        raise ValueError(f"{run} is a tuned first state, which is not exported: export the model that it was tuned for")
-    return lm
 
 
 def write_model(lm: LM, folder: Path) -> None:
@@ -117,7 +109,7 @@ def export_page(
     for name in RUNTIME_FILES if runtime else ():
         if not (Path(str(runtime)) / name).is_file():
             raise ValueError(f"{runtime} has no {name}: give the folder `dist` of the npm package onnxruntime-web")
-    lm = loaded(run, step)
+    lm = load_to_export(run, step=step)
     vocabulary = browser_vocabulary(lm.tokenizer)
     with written_folder(target) as aside:
         write_model(lm, aside)

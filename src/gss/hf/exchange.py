@@ -17,7 +17,7 @@ from gss.hf.tokenizer import MODULE, VOCABULARY, convert_tokenizer, read_vocabul
 from gss.io.checkpoint import save
 from gss.io.files import read_json, require_new, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED, load_model, read_config, read_exported
-from gss.lm import LM, load, run_folder
+from gss.lm import LM, load_to_export, run_folder
 
 # Without `import gss.hf`, `transformers` finds the classes in a file that only imports those of the installed library,
 # not a copy that would go stale: for users who trust it. Of the tokenizers, only SentencePiece's is a class of ours.
@@ -41,10 +41,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
     """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
     require_new(target)
-    lm = load(folder, step=step, weights="fp32")
+    lm = load_to_export(folder, step=step, weights="fp32")
     model, tokenizer = lm.model, lm.tokenizer
-    if model.first is not None:
-        raise ValueError(f"{folder} is a tuned first state, which transformers cannot use: export the model itself")
     settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
     data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
