@@ -43,7 +43,7 @@ from gss.evaluation import PAPER_LENGTHS, evaluate
 from gss.io.runs import read_metrics
 from gss.lm import load
 from gss.recipes import recipe_path
-from gss.serve.app import time_constants
+from gss.serve.about import time_constants
 
 ROOT = Path(__file__).parents[1]
 CONFIG = recipe_path("box")

@@ -20,8 +20,8 @@ from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling
 from gss.io.checkpoint import save
+from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
-from gss.serve.http import Limits
 from gss.serve.job import Job, Piece
 from tests.comparing import stream
 

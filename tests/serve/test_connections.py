@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import gss
-from gss.serve.http import Limits
+from gss.serve.about import Limits
 from tests.serve.serving import SMALL, app_of, engine_of, lively_model, save_run, serving
 
 pytest.importorskip("fastapi")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gss.serve.http import Limits
+from gss.serve.about import Limits
 from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 
 pytest.importorskip("fastapi")

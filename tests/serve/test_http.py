@@ -11,8 +11,8 @@ import pytest
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
+from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
-from gss.serve.http import Limits
 from gss.serve.metrics import Number
 from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
 

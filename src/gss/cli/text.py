@@ -216,7 +216,7 @@ def serve_command(
     from gss.precision import check
 
     try:
-        from gss.serve.http import Limits
+        from gss.serve.about import Limits
         from gss.serve.server import LOOPBACK, serve
     except ImportError as error:
         raise ValueError(f"gss serve needs more packages ({error}): pip install 'gss-lm[serve]'") from None

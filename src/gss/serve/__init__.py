@@ -2,9 +2,9 @@
 
     engine.py        the thread that runs `gss.decode.Engine`: a queue in, pieces of text out
     job.py           what the thread is asked for, and one continuation on its way from tokens to text
-    app.py           the routes, and what the model is; completions.py: completions and chats; schemas.py: requests and
-                     answers
-    http.py          limits, keys, hosts and bodies, before any route; how failures are answered; metrics.py counts
+    app.py           the routes; completions.py: completions and chats; schemas.py: requests and answers;
+                     about.py: the limits, and what the model is
+    http.py          keys, hosts and bodies, before any route; how failures are answered; metrics.py counts
     server.py        the process: socket, engine, uvicorn, which connections may stay, an orderly end
     page/            the playground
 

@@ -3,29 +3,21 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pydantic_core
-import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
-from torch import Tensor
 
 from gss import __version__
-from gss.config import to_mapping
-from gss.model import LanguageModel
-from gss.nn.state_space import StateSpace
 from gss.serve import schemas
+from gss.serve.about import Limits, describe
 from gss.serve.completions import ActiveCompletion, Service, beside
 from gss.serve.engine import EngineThread
-from gss.serve.http import ApiError, Guard, Limits, answer_errors, to_json
+from gss.serve.http import ApiError, Guard, answer_errors, to_json
 
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of time constants
-_BINS_PER_DECADE = 4
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -187,86 +179,3 @@ class _JsonRequest(Request):
             return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
         except ValueError:
             raise ApiError(400, "the body is not valid JSON", code="json_invalid") from None
-
-
-def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | None, step: int) -> dict[str, Any]:
-    """The facts that `GET /v1/model` answers with."""
-    model, tokenizer, rows = engine.model, engine.tokenizer, engine.rows
-    config = model.config
-    parameter = next(model.parameters())
-    kind = torch.bfloat16 if engine.precision == "bf16" else parameter.dtype
-    slots = [slot for layer in model.sequence_layers() for slot in layer.state_slots().values()]
-    growth = sum(prod(each or 1 for each in slot.shape) for slot in slots if None in slot.shape)  # numbers per token
-    of_connections = ("body_seconds", "connections", "header_seconds", "send_seconds")
-    told = {n: value for n, value in asdict(limits).items() if n not in of_connections and not n.endswith("_bytes")}
-    return {
-        "id": name,
-        "preset": preset,
-        "step": step,
-        "layers": list(config.layers),
-        "width": config.width,
-        "depth": len(config.layers),
-        "vocab_size": config.vocab_size,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "precision": str(kind).removeprefix("torch."),
-        "device": parameter.device.type,
-        "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id},
-        "state": {
-            "bounded": model.bounded_state,
-            "bytes_per_sequence": model.initial_state(1).nbytes,
-            "bytes_per_token": growth * (8 if parameter.dtype == torch.float64 else 4),
-        },
-        "transformer": {
-            "kv_cache_bytes_per_token": 2 * len(config.layers) * config.width * kind.itemsize,
-            "about": "keys and values of every layer of a Transformer of this width and depth, at this precision",
-        },
-        "time_constants": time_constants(model),
-        "limits": {
-            **told,
-            "n": min(limits.n, rows),
-            "sequences": min(limits.sequences, rows + limits.queue),
-            "batch": rows,
-        },
-        "config": to_mapping(config),
-    }
-
-
-@torch.no_grad()
-def time_constants(model: LanguageModel) -> dict[str, Any]:
-    """How many tokens the modes of each state space take to decay by e: −1/Re log Ā, by layer.
-
-    `edges` are the bounds of the bins in tokens; the first and the last bin hold what lies beyond too.
-    """
-    constants = [
-        (number, name, module.time_constants().cpu().clamp(1e-3, 1e15))
-        for number, layer in enumerate(model.sequence_layers())
-        for name, module in layer.named_modules()
-        if isinstance(module, StateSpace)
-    ]
-    if not constants:
-        return {"unit": "tokens", "edges": [], "layers": []}
-    everything = torch.cat([values for *_, values in constants])
-    low = int(everything.min().log10().floor().clamp(-2, 12))
-    high = int(everything.max().log10().ceil().clamp(low + 1, 13))
-    edges = torch.logspace(low, high, (high - low) * _BINS_PER_DECADE + 1, dtype=torch.float64)
-    levels = torch.tensor(_QUANTILES, dtype=torch.float64)
-    return {
-        "unit": "tokens",
-        "edges": _rounded(edges),
-        "layers": [
-            {
-                "layer": number,
-                "name": name,
-                "modes": len(values),
-                "quantiles": dict(
-                    zip(map(str, _QUANTILES), _rounded(values.quantile(levels, interpolation="nearest")), strict=True)
-                ),
-                "histogram": torch.bincount(torch.bucketize(values, edges[1:-1]), minlength=len(edges) - 1).tolist(),
-            }
-            for number, name, values in constants
-        ],
-    }
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]

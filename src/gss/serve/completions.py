@@ -12,8 +12,9 @@ from fastapi import Request
 
 from gss.data import Tokenizer
 from gss.generate import first_state, prompt_ids
+from gss.serve.about import Limits
 from gss.serve.engine import EngineThread, RefusedError
-from gss.serve.http import ApiError, Limits, to_json
+from gss.serve.http import ApiError, to_json
 from gss.serve.job import Failure, Job, Piece
 from gss.serve.schemas import CompletionRequest
 

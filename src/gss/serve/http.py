@@ -1,4 +1,4 @@
-"""The limits, what every request passes before a route sees it, and how every failure is answered.
+"""What every request passes before a route sees it, and how every failure is answered.
 
 `Guard` is a plain ASGI wrapper, so that streams run through it untouched.
 """
@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import pydantic_core
@@ -20,6 +19,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gss.serve.about import Limits
 from gss.serve.metrics import Metrics
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -30,39 +30,6 @@ _PHRASES = {
 }
 _SMALL_BODY = 1 << 16  # bytes of a body that is let in whatever others hold
 _HOST = re.compile(r"\[[^]]*\]?|[^:]*")  # a host's name, or its address in brackets, without the port
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds on what one request, or all of them together, may take.
-
-    A request beyond one of them gets an answer that names it, and costs next to nothing.
-    """
-
-    body_bytes: int = 4 << 20  # largest body of a request (413)
-    prompt_tokens: int = 131_072  # longest prompt; also all prompts times `n`, echoed with logprobs (400)
-    max_tokens: int = 4096  # most tokens to produce (400)
-    n: int = 16  # most continuations of one prompt (400)
-    sequences: int = 64  # most continuations in one request, and never more than can run and wait (400)
-    logprobs: int = 20  # most alternatives per token (400)
-    stop: int = 8  # most stop strings (400)
-    stop_characters: int = 256  # longest stop string (400)
-    seconds: float = 300.0  # longest time from a request's arrival to its end (408)
-    body_seconds: float = 30.0  # longest time for a body to arrive (408)
-    queue: int = 256  # sequences that may wait for a place in the batch (429)
-    scores: int = 262_144  # most log-probabilities in one answer, alternatives included (400)
-    all_scores: int = 1 << 20  # most in all answers under way: beyond, requests for over 8,192 are refused (429)
-    connections: int = 2048  # beyond, the connection that has been idle for the longest is closed
-    header_seconds: float = 15.0  # a connection is closed that completes no request's headers in this time
-    send_seconds: float = 30.0  # a connection is closed whose client reads next to nothing in this time
-    bodies_bytes: int = 256 << 20  # most in all bodies under way: beyond, bodies over 64 KiB are refused (503)
-    unread_bytes: int = 256 << 20  # most that waits to be read by all clients: beyond, the largest are closed
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, zero = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")  # which may be 0
-            if not (value > 0 or (zero and value == 0)):
-                raise ValueError(f"the limit {field.name} must be {'at least' if zero else 'over'} 0, not {value}")
 
 
 def to_json(content: Any) -> bytes:

@@ -26,9 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gss.data import usable_cores
 from gss.lm import LM
+from gss.serve.about import Limits
 from gss.serve.app import create_app
 from gss.serve.engine import EngineThread
-from gss.serve.http import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
