@@ -223,7 +223,7 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
         for below in _BELOW:
             if (folder / below).is_file() or (folder / below / DESCRIPTION).is_file():
                 return load_tokenizer(folder / below, wanted_eos)
-        raise ValueError(f"{folder} has no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
+        raise ValueError(f"{folder} has no vocabulary: it holds no {DESCRIPTION}, tokenizer.json or tokenizer.model")
     try:
         description = json.loads(read_whole(path))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])
