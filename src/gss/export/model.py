@@ -17,7 +17,7 @@ import onnx
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.graph import Graph
 from gss.export.layers import LONGEST, Piece, add_layer, state_shapes, waves
-from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.io.files import read_json, write_file, write_json, written_folder
 from gss.lm import LM, load_to_export
 from gss.model import LanguageModel
 from gss.ops.positions import sinusoid_frequencies
@@ -35,9 +35,8 @@ _NORMAL, _UNKNOWN, _SYMBOL, _BYTE = 1, 2, 4, 6  # SentencePiece's kinds of piece
 def export_onnx(run: str | Path | None, out: str | Path, *, step: int | None = None) -> Path:
     """Write a folder with a run's model as `model.onnx`, its description as `model.json`, and its vocabulary."""
     target = Path(out)
-    require_new(target)
-    lm = load_to_export(run, step=step)
     with written_folder(target) as aside:
+        lm = load_to_export(run, step=step)
         write_model(lm, aside)
         lm.tokenizer.save(aside / "vocabulary")
     return target
@@ -105,15 +104,13 @@ def export_page(
     page, which then needs nothing from elsewhere.
     """
     target = Path(out)
-    require_new(target)
     for name in RUNTIME_FILES if runtime else ():
         if not (Path(str(runtime)) / name).is_file():
             raise ValueError(f"{runtime} has no {name}: give the folder `dist` of the npm package onnxruntime-web")
-    lm = load_to_export(run, step=step)
-    vocabulary = browser_vocabulary(lm.tokenizer)
     with written_folder(target) as aside:
+        lm = load_to_export(run, step=step)
+        write_json(aside / "vocabulary.json", browser_vocabulary(lm.tokenizer))
         write_model(lm, aside)
-        write_json(aside / "vocabulary.json", vocabulary)
         name = "the model in the box" if run is None or str(run) == "box" else Path(run).resolve().name
         about = {"name": name, "runtime": "onnxruntime/" if runtime else RUNTIME, **read_json(aside / ABOUT)}
         write_json(aside / ABOUT, about)

@@ -43,11 +43,6 @@ class StateCache(Cache):
     def __len__(self) -> int:
         return 0 if self.state is None else len(self.state.layers)
 
-    def replace(self, state: ModelState | None, columns: int) -> None:
-        """Set the state after `columns` further columns."""
-        self.state = state
-        self.columns += columns
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns read."""
         return self.columns
@@ -193,7 +188,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         cache = None
         if use_cache:
             cache = StateCache() if past_key_values is None else past_key_values
-            cache.replace(state, input_ids.shape[1])
+            cache.state, cache.columns = state, cache.columns + input_ids.shape[1]
         loss, logits = None, None
         if labels is not None and self.training and self.config.loss_without_logits:
             # The same loss without holding all logits at once, over the labels of the whole batch.

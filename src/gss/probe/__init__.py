@@ -3,15 +3,13 @@
 context (documents: loss by true context) · tasks (sequences from a seed; train on a task, accuracy)
 """
 
-from gss.probe.context import ContextLoss, ContextProbe, probe_context, shared_longest
-from gss.probe.tasks import TASKS, Stage, Task, TaskResult, make_task, task_accuracy, task_optimizer, train_on_task
+from gss.probe.context import ContextProbe, probe_context, shared_longest
+from gss.probe.tasks import TASKS, Stage, TaskResult, make_task, task_accuracy, task_optimizer, train_on_task
 
 __all__ = [
     "TASKS",
-    "ContextLoss",
     "ContextProbe",
     "Stage",
-    "Task",
     "TaskResult",
     "make_task",
     "probe_context",
