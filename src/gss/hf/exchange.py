@@ -15,7 +15,7 @@ from gss.hf.config import GSSConfig
 from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import MODULE, VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
-from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.io.files import read_json, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED, load_model, read_config, read_exported
 from gss.lm import LM, load_to_export, run_folder
 
@@ -40,13 +40,11 @@ _KINDS = {"gss": "GSS", "dss": "DSS", "attention": "attention"}
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
-    require_new(target)
-    lm = load_to_export(folder, step=step, weights="fp32")
-    model, tokenizer = lm.model, lm.tokenizer
-    settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
-    data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
-        exported = GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id)
+        lm = load_to_export(folder, step=step, weights="fp32")
+        tokenizer, settings, data = lm.tokenizer, read_json(folder / "config.json"), read_json(folder / "data.json")
+        data.pop("folder", None)  # a path of the machine that trained
+        exported = GSSForCausalLM.of(lm.model, eos_token_id=tokenizer.eos_id)
         exported.config.auto_map = {name: f"{MODULE}.{own}" for name, own in _CLASSES.items()}
         try:
             exported.save_pretrained(aside)
@@ -67,15 +65,14 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     run.
     """
     source, target = Path(folder), Path(out)
-    require_new(target)
-    if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
-        raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    config, known = read_config(source), read_exported(source)
-    tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        sizes = f"{tokenizer.vocab_size} ids, and the model {model.config.vocab_size}"
-        raise ValueError(f"the vocabulary in {source} has {sizes}: they do not belong together")
     with written_folder(target) as aside:
+        if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
+            raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
+        config, known = read_config(source), read_exported(source)
+        tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
+        if tokenizer.vocab_size > model.config.vocab_size:
+            sizes = f"{tokenizer.vocab_size} ids, and the model {model.config.vocab_size}"
+            raise ValueError(f"the vocabulary in {source} has {sizes}: they do not belong together")
         # The model's configuration replaces the run's, since its vocabulary may have grown.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
         if known["data"]:

@@ -29,6 +29,8 @@ class StateCache(Cache):
     each question.
     """
 
+    is_croppable = False  # see `crop`
+
     def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
         super().__init__(layers=[])
         self.state = state
@@ -82,11 +84,6 @@ class StateCache(Cache):
     def is_initialized(self) -> bool:
         """Whether anything was read."""
         return self.state is not None
-
-    @property
-    def is_croppable(self) -> bool:
-        """No: see `crop`."""
-        return False
 
 
 class GSSForCausalLM(PreTrainedModel, GenerationMixin):

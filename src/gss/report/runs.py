@@ -59,8 +59,7 @@ class RunRecord:
     @property
     def step(self) -> int:
         """Steps taken, according to the checkpoint or the last row, whichever is later."""
-        kept = self.loaded.step if self.loaded else 0
-        return max(kept, self.training[-1]["step"] if self.training else 0)
+        return max(self.loaded.step if self.loaded else 0, self.training[-1]["step"] if self.training else 0)
 
 
 def read_run(path: str | Path) -> RunRecord:
