@@ -17,11 +17,6 @@ from tests.conftest import ALL_FAMILIES
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively_model, text_of
 
 
-@pytest.fixture(scope="module")
-def model() -> gss.LanguageModel:
-    return lively_model(**SMALL)
-
-
 def submit(engine: EngineThread, *asked: Asked) -> None:
     engine.submit([each.job for each in asked])
 
