@@ -69,6 +69,7 @@ def quickstart_command(
     from gss.data import load_tokenizer, open_dataset, prepare
     from gss.report import write_report
     from gss.report.runs import keep
+    from gss.report.theme import MissingMatplotlibError
     from gss.training import resolve
 
     console = Console(highlight=False, soft_wrap=True)
@@ -110,6 +111,6 @@ def quickstart_command(
     try:
         written = write_report([*folders.values()], report, prompt=PROMPT)
         console.print(escape(f"wrote {written}: open it in a browser"))
-    except ImportError as error:
+    except MissingMatplotlibError as error:
         console.print(escape(f"no report: {error}"))
     console.print(escape(f"\nrun folders: {', '.join(map(str, folders.values()))}; data: {data}"))

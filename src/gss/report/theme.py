@@ -47,12 +47,16 @@ _SETTINGS: Any = {  # typed by matplotlib as a mapping from every name that it k
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
+class MissingMatplotlibError(ValueError):
+    """The extra `report` is not installed."""
+
+
 def require_matplotlib() -> None:
     """Raise an error that names the extra if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
+        raise MissingMatplotlibError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
 
 
 def style() -> AbstractContextManager[None]:
