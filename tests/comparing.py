@@ -1,10 +1,12 @@
-"""Running a model in pieces, and how close two tensors are, in one place."""
+"""Running a model in pieces, token ids that continue a prompt, and how close two tensors are, in one place."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gss import decode
 from gss.model import LanguageModel
 
 
@@ -39,3 +41,11 @@ def run_prefixes(
         loss = (whole * weights.to(whole)).sum()
         gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=count != counts[-1])
         yield {"logits": whole.detach(), **dict(zip(parameters, gradients, strict=True))}
+
+
+def stream(
+    model: LanguageModel, prompt: Sequence[int], precision: str = "auto", speculate: bool = True, **options: Any
+) -> Iterator[int]:
+    """Token ids that continue a prompt; options are those of `gss.decode.Request`."""
+    for output in decode.stream(model, [decode.Request(prompt=prompt, **options)], precision, speculate):
+        yield from output.tokens

@@ -11,9 +11,10 @@ import gss.decode.sampler
 from gss import decode
 from gss.data import load_tokenizer
 from gss.decode.sampler import Sampler, Settings
-from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream, stream_texts
+from gss.generate import Sampling, StopStrings, TextPieces, generate, read, stream_texts
 from gss.io.states import load_state, save_state
 from gss.ops import cpu, fast
+from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
 
 GREEDY = Sampling(temperature=0)

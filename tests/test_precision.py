@@ -18,10 +18,11 @@ import gss.decode.engine
 from gss.cli import app
 from gss.decode import Decoder
 from gss.decode.sampler import Sampler
-from gss.generate import Sampling, read, stream
+from gss.generate import Sampling, read
 from gss.precision import resolved, running
 from gss.serve.about import Limits, describe
 from gss.serve.engine import EngineThread
+from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model, save_run
 

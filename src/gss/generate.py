@@ -10,25 +10,13 @@ from functools import partial
 from operator import is_
 from typing import Any
 
-from gss import decode
 from gss.data import Tokenizer
 from gss.decode import Engine, Request, Sampling, read
 from gss.decode.request import Finish
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
-__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream", "stream_texts"]
-
-
-def stream(
-    model: LanguageModel, prompt: Sequence[int], precision: str = "auto", speculate: bool = True, **options: Any
-) -> Iterator[int]:
-    """Token ids that continue a prompt, until its `eos_id` or `max_tokens` of them; options are those of `Request`.
-
-    For several prompts side by side, give `gss.decode.stream` a request for each.
-    """
-    for output in decode.stream(model, [Request(prompt=prompt, **options)], precision, speculate):
-        yield from output.tokens
+__all__ = ["Sampling", "generate", "prompt_ids", "read", "stream_texts"]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = None) -> list[int]:
@@ -46,16 +34,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = Non
 class TextPiece:
     """Something new of one continuation."""
 
-    prompt: int
-    """Which of the prompts."""
-    sample: int
-    """Which of its continuations."""
-    text: str
-    """Whole characters."""
-    tokens: int
-    """How many tokens were produced for it."""
-    finish: Finish | None
-    """Why the continuation ends with this piece: at the end of a text or a stop string, or at `max_tokens`."""
+    prompt: int  # which of the prompts
+    sample: int  # which of its continuations
+    text: str  # whole characters
+    tokens: int  # how many tokens were produced for it
+    finish: Finish | None  # why the continuation ends with this piece, if it does
 
 
 def stream_texts(

@@ -12,7 +12,7 @@ from gss import box
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
-from gss.io.files import read_json, require_new, write_json, written_folder
+from gss.io.files import read_json, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
 from gss.model import LanguageModel, build_model
@@ -193,6 +193,14 @@ def load(
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 
 
+def load_to_export(run: str | Path | None, **options: Any) -> LM:
+    """`load`, for use without gss: refused where texts start from a tuned state."""
+    lm = load(run, **options)
+    if lm.model.first is not None:
+        raise ValueError(f"{run} is a tuned first state, which is not exported: export the model that it was tuned for")
+    return lm
+
+
 def run_folder(run: str | Path | None) -> Path:
     """The folder of a run, the box's where that is meant."""
     return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)
@@ -208,9 +216,8 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
     True
     """
     source, target = run_folder(run), Path(out)
-    require_new(target)
-    lm = load(source, step=step, weights=weights)
     with written_folder(target) as aside:
+        lm = load(source, step=step, weights=weights)
         kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
         write_json(aside / "config.json", kept)
         if seen := read_json(source / "data.json"):

@@ -31,9 +31,6 @@ except ImportError as error:
         raise SystemExit("error: gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from None
     raise ImportError("gss.lm_eval needs lm-eval: pip install 'gss-lm[eval]'") from error
 
-Row = tuple[list[int], int]
-"""Ids, and the index of the first that counts."""
-
 
 @register_model("gss")
 class GSSLM(TemplateLM):
@@ -126,8 +123,9 @@ class GSSLM(TemplateLM):
             texts.append(text)
         return texts
 
-    def _scores(self, rows: list[Row], quiet: bool) -> list[tuple[float, bool]]:
-        """For each row: the log-probability of the ids that count, and whether each is the likeliest.
+    def _scores(self, rows: list[tuple[list[int], int]], quiet: bool) -> list[tuple[float, bool]]:
+        """For each row, ids and the index of the first that counts: the log-probability of those, and whether each is
+        the likeliest.
 
         Rows of similar length are scored side by side, the longest first.
         """

@@ -20,7 +20,7 @@ from gss.data import load_tokenizer
 from gss.data.tokenizer import JsonTokenizer
 from gss.data.tokenizer_training import train_tokenizer
 from gss.export import export_page
-from gss.export.page import RUNTIME, RUNTIME_FILES, browser_vocabulary
+from gss.export.model import RUNTIME, RUNTIME_FILES, browser_vocabulary
 from tests.hf.conftest import TEXTS, write_run
 from tests.serve.test_playground import CHROMIUM, FLAGS, SECONDS, api
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import gss
-from gss.generate import Sampling, stream
+from gss.generate import Sampling
+from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, FAMILIES, small_config
 
 transformers = pytest.importorskip("transformers")

@@ -15,8 +15,7 @@ from gss.model import build_model
 from gss.report import write_report
 from gss.report.figures import length_pictures, memory_pictures, records, state_spaces, training_pictures
 from gss.report.page import difference_table, length_table
-from gss.report.runs import read_run, read_runs
-from gss.report.scores import Scores, same_tokens, scores
+from gss.report.runs import Scores, read_run, read_runs, same_tokens, scores
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
 from gss.training import resolve, train
 from tests.conftest import small_config

@@ -18,11 +18,12 @@ import torch
 import gss
 from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
-from gss.generate import Sampling, stream
+from gss.generate import Sampling
 from gss.io.checkpoint import save
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.job import Job, Piece
+from tests.comparing import stream
 
 GREEDY = Sampling(temperature=0)
 SMALL = {"width": 16, "depth": 2, "gate_width": 24, "channels": 4, "state_space.modes": 4}

@@ -19,22 +19,12 @@ import pytest
 
 import gss
 from gss.serve.about import Limits
-from tests.serve.serving import SMALL, app_of, engine_of, lively_model, save_run, serving
+from tests.serve.serving import app_of, engine_of, serving
 
 pytest.importorskip("fastapi")
 from gss.serve import completions
 from gss.serve.app import create_app
 from gss.serve.server import HttpServer, listening
-
-
-@pytest.fixture(scope="module")
-def model() -> gss.LanguageModel:
-    return lively_model(**SMALL)
-
-
-@pytest.fixture(scope="module")
-def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_run(model, tmp_path_factory.mktemp("connections") / "tiny")
 
 
 @contextmanager

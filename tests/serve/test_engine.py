@@ -9,16 +9,12 @@ import torch
 
 import gss
 from gss.data import load_tokenizer
-from gss.generate import Sampling, generate, stream
+from gss.generate import Sampling, generate
 from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.job import Job, Row
+from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively_model, text_of
-
-
-@pytest.fixture(scope="module")
-def model() -> gss.LanguageModel:
-    return lively_model(**SMALL)
 
 
 def submit(engine: EngineThread, *asked: Asked) -> None:
@@ -51,7 +47,7 @@ def test_sequences_join_and_leave(family: str) -> None:
             expected = list(stream(model, each.job.prompt, max_tokens=each.job.max_tokens, sampling=GREEDY))
             assert each.tokens() == expected
             assert each.finish() == "length"
-        assert engine.outstanding == engine.running == 0
+        assert engine.outstanding == engine.core.running == 0
 
 
 def test_sampling_is_generates(model: gss.LanguageModel) -> None:

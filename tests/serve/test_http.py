@@ -14,7 +14,7 @@ from gss.generate import Sampling, generate
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.metrics import Number
-from tests.serve.serving import SMALL, alone, app_of, lively_model, text_of
+from tests.serve.serving import alone, app_of, lively_model, text_of
 
 pytest.importorskip("fastapi")
 from fastapi import FastAPI
@@ -26,11 +26,6 @@ from gss.serve.app import PAGE
 LIMITS = Limits(
     body_bytes=20_000, prompt_tokens=600, max_tokens=100, n=4, sequences=6, logprobs=5, stop=2, stop_characters=8
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> gss.LanguageModel:
-    return lively_model(**SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gss
-from tests.serve.serving import Bystanders, Server, alone, lively_model, save_run, serving, text_of
+from tests.serve.serving import Bystanders, Server, alone, lively_model, serving, text_of
 
 STREAMS = 64
 
@@ -125,11 +125,6 @@ def check_load(run: Path, model: gss.LanguageModel, seconds: float) -> None:
 @pytest.fixture(scope="module")
 def model() -> gss.LanguageModel:
     return lively_model()
-
-
-@pytest.fixture(scope="module")
-def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_run(model, tmp_path_factory.mktemp("load") / "tiny")
 
 
 def test_sixty_four_streams_for_half_a_minute(run: Path, model: gss.LanguageModel) -> None:

@@ -1,19 +1,13 @@
 """States of prompts are kept and shared: a beginning that several prompts have is read once."""
 
 import numpy as np
-import pytest
 import torch
 
 import gss
 from gss.decode.prefill import Entry, PrefixCache
-from gss.generate import stream
 from gss.serve.engine import EngineThread
-from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
-
-
-@pytest.fixture(scope="module")
-def model() -> gss.LanguageModel:
-    return lively_model(**SMALL)
+from tests.comparing import stream
+from tests.serve.serving import GREEDY, Asked, engine_of
 
 
 def entry(model: gss.LanguageModel) -> Entry:

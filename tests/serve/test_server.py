@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import gss
 from gss.cli import app
-from tests.serve.serving import Server, alone, lively_model, save_run, serving, text_of
+from tests.serve.serving import Server, alone, lively_model, serving, text_of
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
@@ -28,11 +28,6 @@ KEY = "a key of the tests"
 @pytest.fixture(scope="module")
 def model() -> gss.LanguageModel:
     return lively_model()
-
-
-@pytest.fixture(scope="module")
-def run(model: gss.LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_run(model, tmp_path_factory.mktemp("serve") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
-from gss.cli import data, evaluate, exchange, measure, models, text, train
+from gss.cli import data, evaluate, measure, models, text, train
 
 app = typer.Typer(
     name="gss",
@@ -56,9 +56,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "settings": models.settings_command,
     "read": text.read_command,
     "bench": measure.bench_command,
-    "export": exchange.export_command,
-    "import": exchange.import_command,
-    "quantize": exchange.quantize_command,
+    "export": models.export_command,
+    "import": models.import_command,
+    "quantize": models.quantize_command,
     "quickstart": train.quickstart_command,
     "report": measure.report_command,
     "reproduce": measure.reproduce_command,

@@ -15,7 +15,8 @@ from gss.cli.shared import Force, share_bar, table
 if TYPE_CHECKING:
     from gss.data import Manifest, SourceOptions
 
-tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True)
+# A group of one command would be that command, but for a callback.
+tokenizer_app = typer.Typer(help="Make vocabularies.", no_args_is_help=True, callback=lambda: None)
 
 Sources = Annotated[
     list[str],
@@ -31,11 +32,6 @@ Local = Annotated[
 Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of text files, such as .tex; repeatable.")]
 _SPLITS = "own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."
 Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
-
-
-@tokenizer_app.callback()  # without which a group of one command is that command
-def _tokenizer_group() -> None:
-    """Make vocabularies."""
 
 
 def prepare_command(

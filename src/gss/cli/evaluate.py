@@ -105,9 +105,6 @@ def figures(row: "LengthResult") -> list[str]:
     return [f"{row.perplexity:.3f}", error, f"{row.word_perplexity:.4g}", f"{row.bits_per_byte:.3f}"]
 
 
-FILE = "probe.json"
-
-
 class _ContextByDefault(TyperGroup):
     """`gss probe RUN …` is `gss probe context RUN …`."""
 
@@ -158,7 +155,7 @@ def context(
         results[str(run)] = result
         kept.append(finite({"run": str(run), "step": lm.step, "data": dataset.hash, **asdict(result)}))
         try:
-            write_json(run / FILE, kept[-1])
+            write_json(run / "probe.json", kept[-1])
         except OSError as error:
             warnings.warn(f"the result is not kept in the run folder: {error}", stacklevel=1)
     if as_json:

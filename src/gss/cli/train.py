@@ -68,7 +68,7 @@ def quickstart_command(
     """
     from gss.data import load_tokenizer, open_dataset, prepare
     from gss.report import write_report
-    from gss.report.scores import keep
+    from gss.report.runs import keep
     from gss.report.theme import MissingMatplotlibError
     from gss.training import resolve
 

@@ -187,9 +187,7 @@ class Lanes(Batches):
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
         if len(dataset) < batch_size:
-            raise ValueError(
-                f"{len(dataset)} documents cannot fill {batch_size} lanes: use a smaller batch, or independent segments"
-            )
+            raise ValueError(f"{len(dataset)} documents cannot fill {batch_size} lanes: use fewer lanes, or segments")
         self._segments = -(-dataset.lengths // length)
         self._assigned = _assign(self._segments, batch_size)
         self.steps_per_epoch = max(int(self._segments[documents].sum()) for documents in self._assigned)
@@ -262,10 +260,11 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
         self._device = torch.device(device)
         self._thread = ThreadPoolExecutor(1, "gss-prefetch")
         steps = count(start_step) if stop_step is None else range(start_step, stop_step)
-        pin = self._device.type == "cuda"
-        self._futures = (
-            self._thread.submit(lambda step: as_tensors(batches.batch(step, rank, world), pin), step) for step in steps
-        )
+
+        def make(step: int) -> "Batch[torch.Tensor]":
+            return as_tensors(batches.batch(step, rank, world), pin=self._device.type == "cuda")
+
+        self._futures = (self._thread.submit(make, step) for step in steps)
         self._ahead = deque(islice(self._futures, depth + 1))
 
     def __next__(self) -> "Batch[torch.Tensor]":
@@ -293,18 +292,14 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
 # followed until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never changes
 # with a library's version.
 _ROUNDS = 6
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 def derive_key(*parts: int) -> int:
     """A 64-bit key from a few integers, such as a seed and an epoch."""
     state = 0
     for part in parts:
-        # The same mixing as below on one Python integer, which is quicker than an array of one.
-        state = (state + part * _GOLDEN + _GOLDEN) % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
+        state = _mix((state + part * _GOLDEN + _GOLDEN) & _WORD)
     return state
 
 
@@ -335,8 +330,8 @@ def _feistel(values: npt.NDArray[np.uint64], half: int, keys: list[np.uint64]) -
     return (left << shift) | right
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit numbers (the finaliser of splitmix64, arithmetic modulo 2^64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _mix(values: Any) -> Any:
+    """Scramble a 64-bit number, or an array of them (the finalizer of splitmix64, arithmetic modulo 2^64)."""
+    values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    values = (values ^ (values >> 27)) * 0x94D049BB133111EB & _WORD
+    return values ^ (values >> 31)

@@ -22,11 +22,7 @@ _BEFORE = 2
 
 
 class Skip(Exception):  # noqa: N818  (not an error: a document that is left out, and counted)
-    """A document that cannot be used; the reason is one of REASONS."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A document that cannot be used; its one argument, the reason, is one of REASONS."""
 
 
 EMPTY, BINARY, INVALID_UTF8 = "empty", "binary", "invalid UTF-8"

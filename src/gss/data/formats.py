@@ -177,30 +177,22 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
 
 
 def _read_lines(span: Span) -> Iterator[SourceDocument]:
-    """One document per line, as LM1B is published."""
-    for name, line in _lines(span):
-        if line is None or b"\0" in line:
-            yield SourceDocument(name, reason=chunks.ROW_TOO_LONG if line is None else chunks.BINARY)
-        else:
-            yield _row_document(name, line.rstrip(b"\r\n"))
-
-
-def _read_jsonl(span: Span) -> Iterator[SourceDocument]:
+    """One document per line: a row of JSON, or the line itself, as LM1B is published."""
     for name, line in _lines(span):
         if line is None:
             yield SourceDocument(name, reason=chunks.ROW_TOO_LONG)
-            continue
-        line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield SourceDocument(name, reason=chunks.INVALID_UTF8)
-        except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
-            yield SourceDocument(name, reason=chunks.INVALID_ROW)
-        else:
-            yield _row_document(name, row.get(span.field) if isinstance(row, dict) else row)
+        elif span.kind == "lines":
+            binary = b"\0" in line
+            yield SourceDocument(name, reason=chunks.BINARY) if binary else _row_document(name, line.rstrip(b"\r\n"))
+        elif (row := line.removeprefix(codecs.BOM_UTF8)).strip():
+            try:
+                value = json.loads(row.decode("utf-8"))
+            except UnicodeDecodeError:
+                yield SourceDocument(name, reason=chunks.INVALID_UTF8)
+            except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
+                yield SourceDocument(name, reason=chunks.INVALID_ROW)
+            else:
+                yield _row_document(name, value.get(span.field) if isinstance(value, dict) else value)
 
 
 def _read_parquet(span: Span) -> Iterator[SourceDocument]:
@@ -231,9 +223,10 @@ def _read_code(span: Span) -> Iterator[SourceDocument]:
     def written() -> Iterator[bytes]:
         for path in walk(Path(span.path), _VENDORED if repository else _TESTS):
             wanted = path.suffix.lower() in _CODE and not _GENERATED_NAME.search(path.name)
-            content = _code(path) if (wanted if repository else path.suffix == ".py") else b""
-            if content and not (repository and _looks_generated(content)):
-                yield content if content.endswith(b"\n") else content + b"\n"
+            if (wanted if repository else path.suffix == ".py") and path.stat().st_size <= _MAX_CODE:
+                content = path.read_bytes()
+                if _is_code(content, repository):
+                    yield content if content.endswith(b"\n") else content + b"\n"
 
     yield SourceDocument(span.name, cut_chunks(written()))
 
@@ -241,7 +234,7 @@ def _read_code(span: Span) -> Iterator[SourceDocument]:
 READERS: dict[str, Callable[[Span], Iterator[SourceDocument]]] = {
     "text": _read_text,
     "lines": _read_lines,
-    "jsonl": _read_jsonl,
+    "jsonl": _read_lines,
     "parquet": _read_parquet,
     "article": _read_article,
     "repository": _read_code,
@@ -292,16 +285,12 @@ def walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[Path]:
                 yield path
 
 
-def _code(path: Path) -> bytes:
-    """A file's bytes, or none where it is not text of a size that people write."""
-    content = path.read_bytes() if path.stat().st_size <= _MAX_CODE else b""
+def _is_code(content: bytes, repository: bool) -> bool:
+    """Whether a file is text, and in a repository, text that people wrote."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        return b""
-    return b"" if b"\0" in content or not content.strip() else content
-
-
-def _looks_generated(content: bytes) -> bool:
-    mean_line = len(content) / (content.count(b"\n") + 1)
-    return mean_line > _LONGEST_MEAN_LINE or _GENERATED_MARK.search(content[:_MARK_WITHIN]) is not None
+        return False
+    short_lines = len(content) <= _LONGEST_MEAN_LINE * (content.count(b"\n") + 1)
+    written = not repository or (short_lines and not _GENERATED_MARK.search(content[:_MARK_WITHIN]))
+    return written and b"\0" not in content and bool(content.strip())

@@ -35,7 +35,7 @@ _LATIN1 = re.compile(rb"\\usepackage\s*\[\s*(?:latin1|latin9|ansinew|cp1252)\s*\
 def article_text(path: Path) -> str:
     """The article as one text; Skip where there is no LaTeX, or it cannot be read."""
     try:
-        files = dict(_folder_files(path) if path.is_dir() else _archive_files(path))
+        files = dict(_files(path))
     except (tarfile.TarError, zipfile.BadZipFile, RuntimeError) as error:
         # zipfile raises RuntimeError for encryption and for a compression that it does not know.
         raise Skip(chunks.UNREADABLE) from error
@@ -45,13 +45,13 @@ def article_text(path: Path) -> str:
     return "".join(_resolve((main,), texts, [0]))
 
 
-def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    chosen = _bounded((path.relative_to(folder).as_posix(), path.stat().st_size, path) for path in files)
-    yield from ((name, path.read_bytes()) for name, path in chosen)
-
-
-def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+def _files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of the files of an article in a folder or an archive."""
+    if path.is_dir():
+        found = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.is_symlink()]
+        for name, file in _bounded((file.relative_to(path).as_posix(), file.stat().st_size, file) for file in found):
+            yield name, file.read_bytes()
+        return
     if path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
@@ -149,20 +149,13 @@ def _resolve(above: tuple[str, ...], texts: dict[str, str | None], size: list[in
         position = 0
         for found in _INCLUDE.finditer(code):
             wanted = found.group(2) or (found.group(1) or "").strip().removeprefix('"').removesuffix('"')
-            target = _find(wanted, above[-1], above[0], texts) if wanted and '"' not in wanted else None
-            if target is None or target in above:
+            # From the main file's folder as TeX does, else from the including one's.
+            folders = [posixpath.dirname(above[0]), posixpath.dirname(above[-1])]
+            names = [posixpath.join(folder, wanted + suffix) for folder in folders for suffix in ("", *_SOURCES)]
+            target = next((name for name in map(posixpath.normpath, names) if name in texts), None)
+            if not wanted or '"' in wanted or target is None or target in above:
                 continue
             yield line[position : found.start()]
             yield from _resolve((*above, target), texts, size)
             position = found.end()
         yield line[position:]
-
-
-def _find(wanted: str, source: str, main: str, texts: dict[str, str | None]) -> str | None:
-    """The file that an inclusion means: from the main file's folder as TeX does, else from the including one's."""
-    for folder in (posixpath.dirname(main), posixpath.dirname(source)):
-        for suffix in ("", *_SOURCES):
-            name = posixpath.normpath(posixpath.join(folder, wanted + suffix))
-            if name in texts:
-                return name
-    return None

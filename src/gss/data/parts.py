@@ -98,11 +98,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def write_part(part: Part, folder: Path, tokenizer: Tokenizer) -> None:
-    """Read and tokenize a part into `folder`, unless it is there already."""
-    final = folder / part.name
-    if final.is_dir():
-        return
-    with written_folder(final) as aside, ExitStack() as files:
+    """Read and tokenize a part into `folder`."""
+    with written_folder(folder / part.name) as aside, ExitStack() as files:
         opened = [files.enter_context(open_synced(aside / name)) for name in (TOKENS, RECORDS, NAMES)]
         writer = _PartWriter(tokenizer, *opened)
         for span in part.spans:
@@ -131,7 +128,7 @@ class _PartWriter:
             for document in read_span(span):
                 self._write_document(document, split)
         except Skip as skip:  # the span itself is damaged from here on
-            self._write_document(SourceDocument(span.name, reason=skip.reason), split)
+            self._write_document(SourceDocument(span.name, reason=str(skip)), split)
 
     def _write_document(self, document: SourceDocument, split: int) -> None:
         first, reason, chunk = document.first, document.reason, Chunk(b"")
@@ -142,7 +139,7 @@ class _PartWriter:
                     first = False
                 chunk = following
         except Skip as skip:
-            reason = skip.reason
+            reason = str(skip)
         self._write_chunk(chunk, split, first, document.last, reason)
         if document.last:
             # A backslash stands before the bytes of a file's name that are not UTF-8.
@@ -155,7 +152,7 @@ class _PartWriter:
             text = "" if reason else chunk.text()
             words = chunk.words(text)
         except Skip as skip:
-            reason = skip.reason
+            reason = str(skip)
         own = digest(chunk.data)
         record = (len(chunk.data), words, digest(own) if first and last else own, split, SKIP[reason], first, last)
         self._waiting.append((text, record))
@@ -221,11 +218,8 @@ def merge_parts(
                     entry["documents"] += 1
                     if len(entry["first"]) < NAMED:
                         entry["first"].append(json.loads(line))
-    facts = {split: writer.finish(table) for split, writer in zip(SPLITS, splits, strict=True)}
-    return (
-        {split: found for split, found in facts.items() if found},
-        {reason: entry for reason, entry in left_out.items() if entry["documents"]},
-    )
+    facts = {split: found for split, writer in zip(SPLITS, splits, strict=True) if (found := writer.finish(table))}
+    return facts, {reason: entry for reason, entry in left_out.items() if entry["documents"]}
 
 
 def _batches(table: Table, split: str | None = None) -> Iterator[Table]:

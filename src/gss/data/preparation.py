@@ -160,10 +160,8 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
         raise ValueError(f"{target} holds a corpus that was prepared differently: choose another --out, or use --force")
     newer = [span.path for span in spans if span.stamp > manifest.stat().st_mtime_ns]
     if newer:
-        warnings.warn(
-            f"{target} was prepared before {newer[0]} was last written: if its text has changed, use --force",
-            stacklevel=3,
-        )
+        older = f"{target} was prepared before {newer[0]} was last written"
+        warnings.warn(f"{older}: if its text has changed, use --force", stacklevel=3)
     return found
 
 
@@ -257,10 +255,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
             for future in as_completed([pool.submit(_work_on, part, folder) for part in waiting]):
                 finished(future.result())
         except BrokenProcessPool as error:
-            raise ValueError(
-                "a worker process was killed, most likely because memory ran out: run the same command again with "
-                "fewer --workers; it continues"
-            ) from error
+            raise ValueError("a worker was killed, likely out of memory: run again with fewer --workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -237,9 +237,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
 def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
-        raise ValueError(
-            f"{where}: token id {ids.max()} is beyond the vocabulary of {vocab_size}: prepare the corpus again"
-        )
+        raise ValueError(f"{where}: token id {ids.max()} is beyond the vocabulary of {vocab_size}: prepare it again")
 
 
 def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, eos_id: int) -> Dataset:

@@ -126,10 +126,7 @@ def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> lis
     splits = [split_of_name(file.name) for file in files]
     if rule == "own" and None in splits:
         name = files[splits.index(None)].name
-        raise ValueError(
-            f"{name} is in no split: with --splits own every file is in a folder train, valid or test, or its "
-            "name begins so; use --splits hash"
-        )
+        raise ValueError(f"{name} is in no split: name it or its folder train, valid or test, or use --splits hash")
     own = rule == "own" or (rule == "auto" and None not in splits)
     pairs = zip(files, splits, strict=True)
     return [span for file, split in pairs for span in _file_spans(file, split if own else None, options.span_bytes)]

@@ -21,7 +21,7 @@ from gss.io.files import read_whole, write_file, write_json
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
-_BELOW = ("tokenizer", "vocabulary")  # where run folders and exported ones have it
+_BELOW = ("tokenizer", "vocabulary", "tokenizer.json", "tokenizer.model")  # where runs and other folders have it
 MAX_VOCABULARY = 1 << 24  # ids; counting them takes a number per id, and no published vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -66,9 +66,8 @@ class Tokenizer:
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"end-of-document id {self.eos_id} is outside the vocabulary of {self.vocab_size} ids")
         self.hash = _hash(self.kind, self.vocab_size, self.eos_id, content)
-        self.losses = tuple(
-            what for what, texts in PROBES if any(self.decode(self.encode(text)) != text for text in texts)
-        )
+        changed = {text for _, texts in PROBES for text in texts if self.decode(self.encode(text)) != text}
+        self.losses = tuple(what for what, texts in PROBES if changed.intersection(texts))
 
     def _open(self, eos: str | None, where: str) -> None:
         """Find the size and the end-of-document token."""
@@ -107,7 +106,8 @@ class ByteTokenizer(Tokenizer):
     kind, vocab_size, eos_id = "bytes", 257, 256
 
     def _open(self, eos: str | None, where: str) -> None:
-        _require_end(eos, None, where)
+        if eos is not None:
+            raise ValueError(f"{where} ends documents with an id of its own, not {eos!r}: leave out --eos")
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
@@ -164,33 +164,33 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.content)
-            self.vocab_size = int(self._processor.vocab_size())
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=self.content)
+            self.vocab_size = int(self.processor.vocab_size())
         except Exception as error:  # the library raises RuntimeError or OSError by version
             raise ValueError(f"{where} is not a SentencePiece model: {error}") from error
-        self.eos_id = int(self._processor.piece_to_id(eos) if eos else self._processor.eos_id())
-        if self.eos_id < 0 or (eos and self._processor.id_to_piece(self.eos_id) != eos):
+        self.eos_id = int(self.processor.piece_to_id(eos) if eos else self.processor.eos_id())
+        if self.eos_id < 0 or (eos and self.processor.id_to_piece(self.eos_id) != eos):
             raise ValueError(f"{where} has no end-of-document piece {eos or '(eos)'!r}; name one with --eos")
-        self.eos = str(self._processor.id_to_piece(self.eos_id))
+        self.eos = str(self.processor.id_to_piece(self.eos_id))
         # The byte pieces that spell the space mark itself, where the vocabulary has byte fallback.
-        self._mark_bytes = [int(self._processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
-        self._spells_mark = all(map(self._processor.is_byte, self._mark_bytes))
+        self._mark_bytes = [int(self.processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
+        self._spells_mark = all(map(self.processor.is_byte, self._mark_bytes))
 
     def encode(self, text: str) -> Ids:
         if not self._spells_mark or SPACE_MARK not in text:
-            return _array(self._processor.encode(text))
+            return _array(self.processor.encode(text))
         # The library reads a literal space mark as a space; spelled in bytes it survives the round trip.
-        first, *others = map(self._processor.encode, text.split(SPACE_MARK))
+        first, *others = map(self.processor.encode, text.split(SPACE_MARK))
         return _array([*first, *(i for part in others for i in (*self._mark_bytes, *part))])
 
     def encode_many(self, texts: list[str]) -> list[Ids]:
         if any(SPACE_MARK in text for text in texts):
             return [self.encode(text) for text in texts]
-        return [_array(ids) for ids in self._processor.encode(texts, num_threads=1)]
+        return [_array(ids) for ids in self.processor.encode(texts, num_threads=1)]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         # A model may have more ids than its vocabulary, and the library knows none beyond.
-        return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
+        return str(self.processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
 
 
 _KINDS: dict[str, type[Tokenizer]] = {
@@ -210,31 +210,20 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     if path.is_dir():
         return _load_folder(path, eos)
     if not path.is_file():
-        raise ValueError(
-            f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a SentencePiece .model or a folder made by gss"
-        )
+        raise ValueError(f"no vocabulary at {path}: give 'bytes', a tokenizer.json, a .model, or a folder made by gss")
     kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
     if path.suffix not in kinds:
         raise ValueError(f"{path}: a vocabulary file ends in .json (tokenizers) or .model (SentencePiece)")
     return kinds[path.suffix](read_whole(path), eos, str(path))
 
 
-def _require_end(wanted: str | None, found: str | None, whose: str) -> None:
-    if wanted is not None and wanted != found:
-        end = "an id of its own" if found is None else repr(found)
-        raise ValueError(f"{whose} ends documents with {end}, not {wanted!r}: leave out --eos")
-
-
 def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     path = folder / DESCRIPTION
     if not path.is_file():
         for below in _BELOW:
-            if (folder / below / DESCRIPTION).is_file():
-                return _load_folder(folder / below, wanted_eos)
-        for name in ("tokenizer.json", "tokenizer.model"):
-            if (folder / name).is_file():
-                return load_tokenizer(folder / name, wanted_eos)
-        raise ValueError(f"{folder} holds no vocabulary: neither {DESCRIPTION}, tokenizer.json nor tokenizer.model")
+            if (folder / below).is_file() or (folder / below / DESCRIPTION).is_file():
+                return load_tokenizer(folder / below, wanted_eos)
+        raise ValueError(f"{folder} has no vocabulary: it holds no {DESCRIPTION}, tokenizer.json or tokenizer.model")
     try:
         description = json.loads(read_whole(path))
         kind, stated = _KINDS[description["kind"]], str(description["hash"])
@@ -248,11 +237,11 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
     content = read_whole(folder / file_name) if file_name else b""
     found = _hash(kind.kind, size, eos_id, content)
     if found != stated:
-        raise ValueError(
-            f"the vocabulary in {folder} is not the one its description names "
-            f"(hash {found[:12]} instead of {stated[:12]}): restore the files or prepare again"
-        )
-    _require_end(wanted_eos, eos, f"the vocabulary in {folder}")
+        hashes = f"hash {found[:12]} instead of {stated[:12]}"
+        raise ValueError(f"the vocabulary in {folder} is not the one its description names ({hashes}): restore it")
+    if wanted_eos not in (None, eos):
+        end = "an id of its own" if eos is None else repr(eos)
+        raise ValueError(f"the vocabulary in {folder} ends documents with {end}, not {wanted_eos!r}: leave out --eos")
     return kind(content, eos, str(folder / (file_name or "")))
 
 

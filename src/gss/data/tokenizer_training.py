@@ -47,7 +47,7 @@ def train_tokenizer(
     character_coverage: float = 0.9999,
     threads: int | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, share: None,
 ) -> SentencePieceTokenizer:
     """Train a vocabulary on at most `max_bytes` of text, taken evenly from the train split of the sources."""
     if model not in MODELS:
@@ -60,12 +60,11 @@ def train_tokenizer(
             raise ValueError(f"{target} is not empty and holds no vocabulary: choose another --out")
         if not force:
             raise ValueError(f"{target} is not empty: choose another --out, or replace what is there with --force")
-    report = progress or (lambda stage, share: None)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.TemporaryDirectory(prefix=target.name + ".", suffix=".tmp", dir=target.parent)
     with _ended_by_sigterm(), temporary as folder:
         work = Path(folder)
-        _write_sample(sources, options or SourceOptions(), work / "sample.txt", max_bytes, report)
+        _write_sample(sources, options or SourceOptions(), work / "sample.txt", max_bytes, progress)
         arguments = {
             "input": "sample.txt",  # from the folder where training runs: the names are kept in the model
             "model_prefix": "trained",
@@ -88,7 +87,7 @@ def train_tokenizer(
             "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }
-        report("training", 0.0)
+        progress("training", 0.0)
         # In a process of its own, which a signal can end and whose messages say what was wrong.
         command = [sys.executable, "-c", _TRAINER]
         done = subprocess.run(command, cwd=work, input=json.dumps(arguments).encode(), capture_output=True, check=False)
@@ -96,7 +95,7 @@ def train_tokenizer(
             messages = done.stderr.decode(errors="replace").splitlines()
             reasons = [line.strip() for line in messages if "rror" in line or "high" in line] or ["no reason given"]
             raise ValueError(f"SentencePiece could not train this vocabulary: {reasons[-1]}")
-        report("training", 1.0)
+        progress("training", 1.0)
         tokenizer = load_tokenizer(work / "trained.model")
         assert isinstance(tokenizer, SentencePieceTokenizer)
         if not tokenizer.lossless:

@@ -9,7 +9,6 @@ try:
 except ImportError as error:
     raise ImportError("exporting to ONNX needs onnx: pip install 'gss-lm[onnx]'") from error
 
-from gss.export.model import export_onnx
-from gss.export.page import export_page
+from gss.export.model import export_onnx, export_page
 
 __all__ = ["export_onnx", "export_page"]

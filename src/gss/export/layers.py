@@ -22,8 +22,7 @@ from gss.nn.gss import GSSLayer
 from gss.nn.gss2 import GSS2Layer
 from gss.nn.state_space import DiagonalStateSpace
 
-LONGEST = 64
-"""The most tokens in a piece."""
+LONGEST = 64  # the most tokens in a piece
 State = dict[str, str]
 _EXPORTED = "GSS, GSS2 and attention on chunks or over a sliding window"
 
@@ -75,19 +74,14 @@ def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's state in a graph; layers that cannot be exported are refused."""
     if isinstance(layer, GSSLayer | DSSBlock):
         if any(space.log_step is not None for space in layer.spaces().values()):
-            raise ValueError(
-                "state spaces with a step per channel (state_space.step_range, as in the DSS presets) have no ONNX "
-                "export: their tables of powers would be many times as large as the model"
-            )
+            raise ValueError(f"state spaces with a step per channel (DSS) have no ONNX export: {_EXPORTED} have one")
         return {name: (2, space.channels, space.config.modes) for name, space in layer.spaces().items()}
     if isinstance(layer, GSS2Layer):
         return {name: tuple(size or 0 for size in slot.shape) for name, slot in layer.state_slots().items()}
     if isinstance(layer, TransformerBlock) and layer.reach is not None:
         return dict.fromkeys(("keys", "values"), (layer.reach, layer.heads, layer.head_width))
     if isinstance(layer, TransformerBlock):
-        raise ValueError(
-            f"attention over everything has no ONNX export, because its state grows with the text: {_EXPORTED} have one"
-        )
+        raise ValueError(f"full attention has no ONNX export, as its state grows with the text: {_EXPORTED} have one")
     raise ValueError(f"{type(layer).__name__} has no ONNX export: {_EXPORTED} have one")
 
 

@@ -13,10 +13,9 @@ try:
 except ImportError as error:
     raise ImportError("gss.hf needs transformers: pip install 'gss-lm[hf]'") from error
 
-from gss.hf.cache import StateCache
 from gss.hf.config import GSSConfig
 from gss.hf.exchange import export_run, import_folder
-from gss.hf.model import GSSForCausalLM
+from gss.hf.model import GSSForCausalLM, StateCache
 from gss.hf.tokenizer import GSSSentencePieceTokenizer, convert_tokenizer
 
 __all__ = [

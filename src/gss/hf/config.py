@@ -20,19 +20,14 @@ class GSSConfig(PreTrainedConfig):
     model_type = "gss"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  the trainer adds it to a list
 
-    model: dict[str, Any] | None = None
-    """Fields of `gss.ModelConfig` by name, nested as there; missing ones have their defaults."""
-    bos_token_id: int | None = None
-    """First input of every document: the end-of-document id, as in training."""
-    eos_token_id: int | list[int] | None = None
-    """Ends a document, and a generation."""
-    pad_token_id: int | None = None
-    """Pads short rows; ignored where the attention mask is 0."""
-    use_cache: bool = True
-    """Whether a forward pass outside training returns the state after it."""
+    model: dict[str, Any] | None = None  # the fields of `gss.ModelConfig` by name; missing ones have their defaults
+    bos_token_id: int | None = None  # first input of every document: the end-of-document id, as in training
+    eos_token_id: int | list[int] | None = None  # ends a document, and a generation
+    pad_token_id: int | None = None  # pads short rows; ignored where the attention mask is 0
+    use_cache: bool = True  # whether a forward pass outside training returns the state after it
+    # In training, compute the loss from a few rows of logits at a time and return no logits, which saves most of the
+    # memory with a large vocabulary. Off by default, since some callers read the logits.
     loss_without_logits: bool = False
-    """In training, compute the loss from a few rows of logits at a time and return no logits, which saves most of the
-    memory with a large vocabulary. Off by default, since some callers read the logits."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         # Complete and in order, so that a saved config describes the whole model.

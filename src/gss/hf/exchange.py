@@ -3,19 +3,21 @@
 Folders are written aside and renamed, so that they exist completely or not at all.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from gss.config import to_mapping
-from gss.hf.card import model_card
 from gss.hf.config import GSSConfig
 from gss.hf.model import GSSForCausalLM
 from gss.hf.tokenizer import MODULE, VOCABULARY, convert_tokenizer, read_vocabulary
 from gss.io.checkpoint import save
-from gss.io.files import read_json, require_new, write_file, write_json, written_folder
+from gss.io.files import read_json, write_file, write_json, written_folder
 from gss.io.runs import EXPORTED, load_model, read_config, read_exported
-from gss.lm import load, run_folder
+from gss.lm import LM, load_to_export, run_folder
 
 # Without `import gss.hf`, `transformers` finds the classes in a file that only imports those of the installed library,
 # not a copy that would go stale: for users who trust it. Of the tokenizers, only SentencePiece's is a class of ours.
@@ -32,30 +34,22 @@ except ImportError as error:
 
 __all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
 '''
+_KINDS = {"gss": "GSS", "dss": "DSS", "attention": "attention"}
 
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:
     """Write the model of a run for `transformers`: its newest intact checkpoint, or that of a step."""
     folder, target = run_folder(run), Path(out)
-    require_new(target)
-    lm = load(folder, step=step, weights="fp32")
-    model, tokenizer = lm.model, lm.tokenizer
-    if model.first is not None:
-        raise ValueError(
-            f"{folder} is a tuned first state, for which transformers has no place: export the model that it starts "
-            "from, and use the state with gss"
-        )
-    settings, data = read_json(folder / "config.json"), read_json(folder / "data.json")
-    data.pop("folder", None)  # a path of the machine that trained
     with written_folder(target) as aside:
-        exported = GSSForCausalLM.of(model, eos_token_id=tokenizer.eos_id)
+        lm = load_to_export(folder, step=step, weights="fp32")
+        tokenizer, settings, data = lm.tokenizer, read_json(folder / "config.json"), read_json(folder / "data.json")
+        data.pop("folder", None)  # a path of the machine that trained
+        exported = GSSForCausalLM.of(lm.model, eos_token_id=tokenizer.eos_id)
         exported.config.auto_map = {name: f"{MODULE}.{own}" for name, own in _CLASSES.items()}
         try:
             exported.save_pretrained(aside)
         except SafetensorError as error:
-            raise OSError(
-                f"could not write the weights to {target}: {error}. Nothing is left there; make room"
-            ) from error
+            raise OSError(f"could not write the weights to {target}, and removed them: {error}; make room") from error
         convert_tokenizer(tokenizer).save_pretrained(aside)
         write_file(aside / f"{MODULE}.py", _CODE)
         tokenizer.save(aside / VOCABULARY)
@@ -71,22 +65,81 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
     run.
     """
     source, target = Path(folder), Path(out)
-    require_new(target)
-    if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
-        raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
-    config, known = read_config(source), read_exported(source)
-    tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the vocabulary in {source} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
-            "they do not belong together"
-        )
     with written_folder(target) as aside:
+        if read_json(source / "config.json").get("model_type") != GSSConfig.model_type:
+            raise ValueError(f"{source} is not an exported model: its config.json is missing or of another model_type")
+        config, known = read_config(source), read_exported(source)
+        tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
+        if tokenizer.vocab_size > model.config.vocab_size:
+            sizes = f"{tokenizer.vocab_size} ids, and the model {model.config.vocab_size}"
+            raise ValueError(f"the vocabulary in {source} has {sizes}: they do not belong together")
         # The model's configuration replaces the run's, since its vocabulary may have grown.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})
         if known["data"]:
             write_json(aside / "data.json", known["data"])
         tokenizer.save(aside / "tokenizer")
-        tensors = {"model": model.state_dict()}
-        save(aside / "checkpoints", step, tensors, {"imported": True})
+        save(aside / "checkpoints", step, {"model": model.state_dict()}, {"imported": True})
     return target
+
+
+def model_card(name: str, lm: LM, run: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """The text of README.md, with the front matter that model hubs read.
+
+    `run` and `data` are the contents of a run folder's config.json and data.json, if any.
+    """
+    model, tokenizer, step, _ = lm
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers = ", ".join(f"{count} × {_KINDS.get(kind, kind)}" for kind, count in Counter(config.layers).items())
+    facts = {
+        "parameters": f"{parameters:,}",
+        "layers": f"{layers}, width {config.width}",
+        "preset": run.get("preset", "not recorded"),
+        "vocabulary": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, hash `{tokenizer.hash[:16]}`",
+        "training steps": f"{step:,}",
+        "tokens per step": f"{run['batch_tokens']:,}" if "batch_tokens" in run else "not recorded",
+        "sequence length in training": f"{run['length']:,}" if "length" in run else "not recorded",
+        "training data": f"{data['tokens']:,} tokens of {data['documents']:,} documents" if data else "not recorded",
+        "hash of the data": f"`{data['hash']}`" if data.get("hash") else "not recorded",
+    }
+    rows = "\n".join(f"| {what} | {value} |" for what, value in facts.items())
+    memory = (
+        "Its memory of a text is of constant size: a token costs the same at any position."
+        if model.bounded_state
+        else "It keeps keys and values of every token read: memory grows with the text."
+    )
+    losses = f"The vocabulary does not keep: {', '.join(tokenizer.losses)}.\n" if tokenizer.losses else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gss, state-space-model, long-context]
+---
+
+# {name}
+
+A language model of the [Gated State Spaces](https://arxiv.org/abs/2206.13947) family, trained with `gss`. {memory}
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+```python
+import gss.hf  # pip install 'gss-lm[hf]'; registers the classes, so that no remote code is needed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+The tokenizer puts the end-of-document token in front of a text: the model was trained with it there.
+
+## Limits
+
+It continues text in the manner of its training data; it follows no instructions and its statements may be false,
+or as biased as that data. It was not tested for any use. Texts much longer than those it was trained on may be
+continued less well.
+{losses}"""

@@ -1,24 +1,89 @@
-"""`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`.
+"""`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`, and its cache.
 
 Translates inputs, outputs and caches; arithmetic, parameter names (below `model.`) and initialization are those of the
-language model. Knows nothing of run folders or vocabularies.
+language model, which has no attention mask: of a padded batch, each row's real tokens are read as if they were alone.
+Knows nothing of run folders or vocabularies.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gss.config import override
-from gss.hf.cache import StateCache
 from gss.hf.config import GSSConfig
-from gss.hf.padding import read_padded
 from gss.loss import next_token_loss
 from gss.model import LanguageModel, build_model
+from gss.nn.state import ModelState
 
 _IGNORED = -100  # the label that counts for nothing, by convention
+
+
+class StateCache(Cache):
+    """A `ModelState` that follows a batch through `generate`: the mutable container that this expects.
+
+    States are values, so branching costs nothing: read a document once, then generate from `copy.deepcopy(cache)` for
+    each question.
+    """
+
+    is_croppable = False  # see `crop`
+
+    def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.columns = columns  # of input read so far, padding included, as in the length of an attention mask
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateCache":
+        return StateCache(self.state, self.columns)  # states are immutable, so two caches can share one
+
+    def __len__(self) -> int:
+        return 0 if self.state is None else len(self.state.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns read."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.columns = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each row continue from the row that its beam came from."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        if self.state is not None:
+            self.state = self.state.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row several times in a row."""
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a recurrent state cannot be rewound."""
+        raise ValueError("a recurrent state cannot be rewound: keep a copy.deepcopy of the cache from before")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before anything was read."""
+        return -1 if self.state is None else self.state.batch
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was read."""
+        return self.state is not None
 
 
 class GSSForCausalLM(PreTrainedModel, GenerationMixin):
@@ -76,10 +141,8 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
         elif any(not getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
-            raise ValueError(
-                f"there are no weights for a {type(module).__name__}: the weights are not of the model that the "
-                "config describes, or the file is incomplete"
-            )
+            name = type(module).__name__
+            raise ValueError(f"there are no weights for a {name}: the file is incomplete, or of another config's model")
 
     def forward(
         self,
@@ -104,10 +167,8 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise ValueError("there are no input_ids: give token ids [batch, length]")
         if past_key_values is not None and not isinstance(past_key_values, StateCache):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}: these models take the gss.hf.StateCache that "
-                "a call of the model returned"
-            )
+            kind = type(past_key_values).__name__
+            raise ValueError(f"past_key_values is a {kind}: give the gss.hf.StateCache that the model returned")
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
         state = None if past_key_values is None else past_key_values.state
@@ -116,15 +177,22 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             hidden, state = self.model.hidden(input_ids, state, use_cache)
         else:
-            mask = self._mask(attention_mask, input_ids)
-            hidden, state = read_padded(self.model, input_ids, mask, state, use_cache)
+            (batch, length), given = input_ids.shape, attention_mask.shape
+            if len(given) != 2 or given[0] != batch or given[1] < length:
+                raise ValueError(f"attention_mask must be [batch, length] like input_ids, not {list(given)}")
+            # Its last columns belong to these tokens.
+            hidden, state = read_padded(self.model, input_ids, attention_mask[:, -length:], state, use_cache)
         cache = None
         if use_cache:
             cache = StateCache() if past_key_values is None else past_key_values
-            cache.replace(state, input_ids.shape[1])
+            cache.state, cache.columns = state, cache.columns + input_ids.shape[1]
         loss, logits = None, None
         if labels is not None and self.training and self.config.loss_without_logits:
-            loss = self._chunked_loss(hidden, labels, kwargs.get("num_items_in_batch"))
+            # The same loss without holding all logits at once, over the labels of the whole batch.
+            targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            counted, items = targets != _IGNORED, kwargs.get("num_items_in_batch")
+            total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
+            loss = total / (counted.sum() if items is None else items)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.model.logits(hidden[:, kept])
@@ -133,21 +201,6 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
-
-    def _chunked_loss(self, hidden: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
-        """The same loss without holding all logits at once; `items` is the number of labels in the whole batch."""
-        targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        counted = targets != _IGNORED
-        total = next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, counted)
-        return total / (counted.sum() if items is None else items)
-
-    def _mask(self, mask: Tensor, tokens: Tensor) -> Tensor:
-        """The last columns of the mask, which belong to the tokens."""
-        if mask.ndim != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
-            raise ValueError(
-                f"attention_mask must be [batch, length] like input_ids {list(tokens.shape)}, not {list(mask.shape)}"
-            )
-        return mask[:, -tokens.shape[1] :]
 
     def prepare_inputs_for_generation(
         self,
@@ -162,10 +215,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         """The inputs of a forward pass in `generate`."""
         _refuse(inputs_embeds=inputs_embeds)
         if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
-            raise ValueError(
-                "a prompt ends in padding, so what follows it would not follow its text: pad on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
+            raise ValueError("a prompt ends in padding: pad on the left (tokenizer.padding_side = 'left')")
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
         if not is_first_iteration and next_sequence_length == 1:
@@ -179,10 +229,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for caches of keys and values: "
-                "leave it out, these models carry a recurrent state"
-            )
+            raise ValueError("cache_implementation is for keys and values: leave it out, the state is recurrent")
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache()
@@ -192,10 +239,47 @@ def _refuse(**kwargs: Any) -> None:
     """Refuse arguments that would change the result and are not supported."""
     reasons = {
         "inputs_embeds": "the models read token ids only: give input_ids",
-        "position_ids": "positions follow from the tokens read: leave it out, and read packed documents one a row",
+        "position_ids": "positions follow from the tokens read: leave it out, and give each document its own row",
         "output_attentions": "not every layer has attention weights",
         "output_hidden_states": "the activations between layers are not returned: use a forward hook on model.layers",
     }
     for name, reason in reasons.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def read_padded(
+    model: LanguageModel, tokens: Tensor, mask: Tensor, state: ModelState | None, keep_state: bool
+) -> tuple[Tensor, ModelState | None]:
+    """The activations [B, L, E] of real tokens in place (those of padding mean nothing), and the state after them."""
+    real, column = mask != 0, torch.arange(mask.shape[1], device=mask.device)
+    first, count = real.long().argmax(1, keepdim=True), real.sum(1, keepdim=True)
+    if not torch.equal(real, (column >= first) & (column < first + count)):
+        raise ValueError("the attention mask has holes: padding may only come before or after all real tokens of a row")
+    if state is None and not keep_state:
+        # Shifted to the left, rows are read together: models are causal, and padding after a row's end has no effect.
+        to_left, back = ((column + way * first) % len(column) for way in (1, -1))
+        hidden, _ = model.hidden(tokens.gather(1, to_left), keep_state=False)
+        return hidden.gather(1, back.unsqueeze(-1).expand_as(hidden)), None
+    if bool(real.all()):
+        return model.hidden(tokens, state, keep_state)
+    # A state must end at the row's last real token: rows of the same extent are read together, and their states joined.
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, extent in enumerate(zip(first[:, 0].tolist(), count[:, 0].tolist(), strict=True)):
+        groups.setdefault(extent, []).append(row)
+    before = model.initial_state(tokens.shape[0]) if state is None else state
+    parts, states, order = [], [], []
+    for (start, size), rows in groups.items():
+        after = before.select(rows)
+        if size:
+            # Without a state the rows are read in parallel, without the cost of carrying one.
+            hidden, read = model.hidden(tokens[rows, start : start + size], None if state is None else after)
+            assert read is not None
+            after = read
+        else:  # nothing of these rows in this piece
+            hidden = model.embedding.weight.new_zeros(len(rows), 0, model.config.width)
+        parts.append(F.pad(hidden, (0, 0, start, tokens.shape[1] - start - size)))
+        states.append(after)
+        order += rows
+    back = torch.argsort(torch.tensor(order, device=tokens.device))
+    return torch.cat(parts)[back], ModelState.join(states).select(back)

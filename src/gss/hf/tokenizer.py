@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -22,12 +21,9 @@ from gss.data import Tokenizer, load_tokenizer
 from gss.data.tokenizer import DESCRIPTION, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer
 from gss.io.files import read_json
 
-MODULE = "modeling_gss"
-"""The file in an exported folder that imports our classes."""
-BYTE_EOS = "<|endoftext|>"
-"""The name of id 256 of the byte vocabulary, which has none of its own."""
-VOCABULARY = "vocabulary"
-"""The folder in an exported model with the vocabulary in our own format, so that its hash is kept."""
+MODULE = "modeling_gss"  # the file in an exported folder that imports our classes
+BYTE_EOS = "<|endoftext|>"  # the name of id 256 of the byte vocabulary, which has none of its own
+VOCABULARY = "vocabulary"  # the folder in an exported model with the vocabulary in our own format, which keeps its hash
 _INPUTS = ["input_ids", "attention_mask"]
 
 
@@ -86,7 +82,6 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
             content = Path(vocab_file).read_bytes()
         eos = None if eos_token is None else str(eos_token)
         self.pieces = SentencePieceTokenizer(content, eos, vocab_file or "the .model file")
-        self._names = sentencepiece.SentencePieceProcessor(model_proto=content)
         kwargs |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.pieces.eos)
         kwargs |= {"split_special_tokens": True, "special_tokens_pattern": "bos", "clean_up_tokenization_spaces": False}
         super().__init__(**{"padding_side": "left", **kwargs})
@@ -104,10 +99,10 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         return [self._convert_id_to_token(int(index)) for index in self.pieces.encode(text)]
 
     def _convert_token_to_id(self, token: str) -> int:
-        return int(self._names.piece_to_id(token))
+        return int(self.pieces.processor.piece_to_id(token))
 
     def _convert_id_to_token(self, index: int) -> str:
-        return str(self._names.id_to_piece(index))
+        return str(self.pieces.processor.id_to_piece(index))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of pieces; an end of a document appears as its name."""
@@ -138,17 +133,8 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(eos, str | None):
         raise ValueError(f"{folder / 'tokenizer_config.json'}: eos_token must be a text, not {eos!r:.40}")
-    if (folder / "tokenizer.model").is_file():
-        return load_tokenizer(folder / "tokenizer.model", eos)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no vocabulary: neither {VOCABULARY}/, tokenizer.json nor tokenizer.model")
-    if _is_byte_level(folder / "tokenizer.json"):
-        return ByteTokenizer()
-    return load_tokenizer(folder / "tokenizer.json", eos)
-
-
-def _is_byte_level(path: Path) -> bool:
-    """Whether a tokenizer.json is the exported byte vocabulary."""
-    ours = json.loads(byte_level().to_str())
-    found = read_json(path)
-    return all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens"))
+    ours, found = json.loads(byte_level().to_str()), read_json(folder / "tokenizer.json")
+    if all(found.get(part) == ours[part] for part in ("model", "pre_tokenizer", "normalizer", "added_tokens")):
+        return ByteTokenizer()  # its exported form
+    pieces = folder / "tokenizer.model"
+    return load_tokenizer(pieces if pieces.is_file() else folder, eos)

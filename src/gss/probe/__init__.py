@@ -1,19 +1,15 @@
 """How much of its context a model uses, on documents and on generated tasks.
 
-context (documents: loss by true context) · tasks (sequences from a seed) → learning (train on a task, accuracy)
+context (documents: loss by true context) · tasks (sequences from a seed; train on a task, accuracy)
 """
 
-from gss.probe.context import ContextLoss, ContextProbe, probe_context, shared_longest
-from gss.probe.learning import LengthAccuracy, Stage, TaskResult, task_accuracy, task_optimizer, train_on_task
-from gss.probe.tasks import TASKS, Task, make_task
+from gss.probe.context import ContextProbe, probe_context, shared_longest
+from gss.probe.tasks import TASKS, Stage, TaskResult, make_task, task_accuracy, task_optimizer, train_on_task
 
 __all__ = [
     "TASKS",
-    "ContextLoss",
     "ContextProbe",
-    "LengthAccuracy",
     "Stage",
-    "Task",
     "TaskResult",
     "make_task",
     "probe_context",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +18,15 @@ import torch
 
 from gss.data import Dataset
 from gss.evaluation import PositionLoss, evaluate, longest_document, opened, standard_error
+from gss.lm import LM
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 from gss.precision import resolved, running
 from gss.scoring import PIECE, score_sequences
 
-if TYPE_CHECKING:
-    from gss.lm import LM
-
-MOST = 1 << 20
-"""The longest context that is chosen by default."""
-UNBOUNDED_LIMIT = 16_384
-"""The longest context for a model that keeps every token, whose cost grows with its square."""
-SHARE = 0.05
-"""The share of the whole gain from context that may be missing at the effective context."""
+MOST = 1 << 20  # the longest context that is chosen by default
+UNBOUNDED_LIMIT = 16_384  # the longest context for a model that keeps every token, whose cost grows with its square
+SHARE = 0.05  # the share of the whole gain from context that may be missing at the effective context
 _ENOUGH = 8  # documents that must reach the longest context
 _RESAMPLES = 1000
 
@@ -54,10 +49,8 @@ class ContextLoss:
     context: int
     loss: float
     standard_error: float
-    excess: float
-    """Over the loss with the longest context, on the same targets."""
-    excess_error: float
-    """Of the excess, paired by document."""
+    excess: float  # over the loss with the longest context, on the same targets
+    excess_error: float  # of the excess, paired by document
 
 
 @dataclass(frozen=True)
@@ -67,21 +60,16 @@ class ContextProbe:
     split: str
     documents: int
     blocks: int
-    tokens: int
-    """Targets, each scored once for every context."""
+    tokens: int  # targets, each scored once for every context
     by_position: tuple[PositionLoss, ...] = field(repr=False)
     """Over whole documents with the state carried; over windows of the longest context if the state is unbounded."""
-    fresh: tuple[ContextLoss, ...]
-    """Read from an empty state at the first true token."""
-    replaced: tuple[ContextLoss, ...]
-    """Read after another document's tokens, with the same window for every context."""
+    fresh: tuple[ContextLoss, ...]  # read from an empty state at the first true token
+    replaced: tuple[ContextLoss, ...]  # read after another document's tokens, with the same window for every context
     effective_context: int | None
     """The smallest context from which on `replaced` is within 5% of its whole gain (from the shortest context to the
     longest); None if that gain is below two standard errors."""
-    effective_interval: tuple[int, int]
-    """The central 95% of effective contexts when documents are resampled."""
-    effective_error: float
-    """Their standard deviation, in doublings."""
+    effective_interval: tuple[int, int]  # the central 95% of effective contexts when documents are resampled
+    effective_error: float  # their standard deviation, in doublings
 
 
 def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
@@ -98,10 +86,8 @@ def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
     wanted = min(_ENOUGH, max(2, len(ordered) // 2))
     room = ordered[wanted - 1] - targets if len(ordered) >= wanted else 0
     if room < 2:
-        raise ValueError(
-            f"documents are too short, or too few: {wanted} of at least {targets + 2:,} tokens are needed to score "
-            f"{targets:,} after some context; score fewer targets, or take longer documents"
-        )
+        needed = f"{wanted} of at least {targets + 2:,} tokens are needed to score {targets:,} after some context"
+        raise ValueError(f"documents are too short, or too few: {needed}: score fewer targets, or take longer ones")
     return int(min(MOST, 1 << (room.bit_length() - 1)))
 
 
@@ -119,10 +105,8 @@ def choose_blocks(
             chosen = np.linspace(0, len(starts) - 1, min(per_document, len(starts))).round().astype(int).tolist()
             places.append((document, [starts[index] for index in chosen]))
     if len(places) < 2:
-        raise ValueError(
-            f"documents are too short: {len(places)} of them have {longest:,} tokens before {targets:,} targets, and "
-            f"two are needed (the longest has {max(lengths):,}); give a shorter longest context"
-        )
+        found = f"{len(places)} of them have {longest:,} tokens before {targets:,} targets (longest: {max(lengths):,})"
+        raise ValueError(f"documents are too short: {found}, and two must; give a shorter longest context")
     blocks = []
     for (document, starts_of), (other, others) in zip(places, places[1:] + places[:1], strict=True):
         blocks += [Block(document, start, other, others[i % len(others)]) for i, start in enumerate(starts_of)]
@@ -130,7 +114,7 @@ def choose_blocks(
 
 
 def probe_context(
-    model: "LM | LanguageModel",
+    model: LM | LanguageModel,
     dataset: Dataset | str | Path,
     *,
     longest: int | None = None,

@@ -1,6 +1,6 @@
 """Reports on runs: one HTML file from what is in the run folders.
 
-runs (folders), scores (held-out) -> figures -> page (tables, HTML); theme has the looks
+runs (folders, held-out scores) -> figures -> page (tables, HTML); theme has the looks
 """
 
 from gss.report.page import write_report

@@ -18,8 +18,7 @@ from gss.evaluation import Evaluation, PositionLoss
 from gss.model import LanguageModel, build_model
 from gss.nn.state_space import StateSpace
 from gss.paper import PERPLEXITY
-from gss.report.runs import RunRecord
-from gss.report.scores import Scores
+from gss.report.runs import RunRecord, Scores
 from gss.report.theme import LIGHT, layer_colours, legend, logarithmic, run_colour, tokens
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ _COLUMNS = {
 class Picture:
     """A figure with its title and caption."""
 
-    name: str
-    """For ids."""
+    name: str  # for ids
     title: str
     caption: str
     figure: "Figure"
@@ -162,7 +160,7 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
         low, high = min(values), max(values)
         logarithmic(axes.xaxis)
         ticks = sorted({length for points, *_ in curves for length in points})
-        axes.set_xticks(ticks, [binary(length) for length in ticks])
+        axes.set_xticks(ticks, [length_name(length) for length in ticks])
         axes.set_xticks([], minor=True)
         if high > 5 * low:
             logarithmic(axes.yaxis)
@@ -193,15 +191,14 @@ def _mark(axes: "Axes", place: int | None) -> None:
 
 def _positions(result: Evaluation) -> list[PositionLoss]:
     """For each bin, the loss at the length with the most tokens in it: short windows are many, long ones reach far."""
-    best: dict[int, PositionLoss] = {}
-    for found in sorted((found for row in result.rows for found in row.by_position), key=lambda found: found.tokens):
-        best[found.start] = found
+    found = sorted((part for row in result.rows for part in row.by_position), key=lambda part: part.tokens)
+    best = {part.start: part for part in found}  # the last of each
     return [best[start] for start in sorted(best)]
 
 
-def binary(value: float) -> str:
-    """A length as the paper writes it: 512, 4k, 65k."""
-    return f"{int(value)}" if value < 1000 else f"{int(value) // 1000}k"
+def length_name(length: int | None) -> str:
+    """A length as the paper writes it, 512, 4k, 65k; None is a whole document."""
+    return "whole" if length is None else f"{length}" if length < 1000 else f"{length // 1000}k"
 
 
 def context_pictures(runs: Sequence[RunRecord]) -> list[Picture]:
@@ -231,12 +228,9 @@ def context_pictures(runs: Sequence[RunRecord]) -> list[Picture]:
 class StateSpaceRecord:
     """One state space."""
 
-    name: str
-    """`3`, or `3b` where a layer has several."""
-    time_constants: Array
-    """−1/Re λ, the tokens after which a mode has faded to 1/e: [N], or H·N where each channel has its own Δ."""
-    taps: Array
-    """What each channel still adds after each number of tokens, [H, L]."""
+    name: str  # `3`, or `3b` where a layer has several
+    time_constants: Array  # −1/Re λ, tokens until a mode has faded to 1/e: [N], or H·N if each channel has its own Δ
+    taps: Array  # what each channel still adds after each number of tokens, [H, L]
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:

@@ -18,8 +18,7 @@ from gss.io.files import write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report import figures
-from gss.report.runs import RunRecord, read_runs
-from gss.report.scores import Scores, Show, same_tokens, scores
+from gss.report.runs import RunRecord, Scores, Show, read_runs, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
 from gss.training.config import flattened
 from gss.training.progress import duration
@@ -41,7 +40,7 @@ def write_report(
 
     prompt     for the samples; None: the run's newest sample if it has one, else a new document
     show       called with the current stage and the share of it that is done
-    scoring    options of `gss.report.scores.scores`: data, max_tokens, lengths, again, device
+    scoring    options of `gss.report.runs.scores`: data, max_tokens, lengths, again, device
     """
     require_matplotlib()
     target = Path(out)
@@ -78,9 +77,7 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
     about = f"A report by gss {gss.__version__}, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}."
     anchors = {name: re.sub(r"\W", "-", name.lower()) for name in sections}
     links = "".join(f'<a href="#{anchor}">{name}</a>' for name, anchor in anchors.items())
-    inside = "".join(
-        f'\n<section id="{anchors[name]}"><h2>{name}</h2>{content}</section>' for name, content in sections.items()
-    )
+    inside = "".join(f'\n<section id="{anchors[n]}"><h2>{n}</h2>{html}</section>' for n, html in sections.items())
     css = css_variables() + (files("gss.report") / "page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -101,7 +98,7 @@ def _summary(run: RunRecord, score: Scores, index: int) -> str:
         facts["loss, last 5%"] = f"{trained['train_loss']:.3f}"
     if score.result:
         row = score.result.rows[-1]
-        facts[f"perplexity, {_length(row.length)}"] = f"{row.perplexity:.2f}"
+        facts[f"perplexity, {figures.length_name(row.length)}"] = f"{row.perplexity:.2f}"
         if not math.isnan(row.bits_per_byte):
             facts["bits per byte"] = f"{row.bits_per_byte:.3f}"
     if run.step and "batch_tokens" in run.config:
@@ -127,9 +124,7 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
     table = length_table(runs, scored)
     if table:
         counts = sorted({(score.result.tokens, score.result.documents) for score in scored if score.result})
-        what = " and ".join(
-            f"{count:,} held-out tokens of {number:,} document{'s' * (number > 1)}" for count, number in counts
-        )
+        what = " and ".join(f"{count:,} held-out tokens of {n:,} document{'s' * (n > 1)}" for count, n in counts)
         intro = (
             f"{what}, each counted once at every length. The last three columns are of the longest length; ± is the "
             "standard error of the loss over documents."
@@ -188,10 +183,8 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: list[Sequence[str]]
-    quiet: frozenset[int] = frozenset()
-    """Rows that are only for comparison."""
-    words: bool = False
-    """Columns hold words, not numbers."""
+    quiet: frozenset[int] = frozenset()  # rows that are only for comparison
+    words: bool = False  # columns hold words, not numbers
 
 
 def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table | None:
@@ -222,7 +215,7 @@ def length_table(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> Table |
             quiet.add(len(rows))
             cells = [f"{paper[length]:g}" if length in paper else "" for length in lengths]
             rows.append([f"paper's {preset}, {corpus}", "", *cells, *[""] * 3])
-    header = ["perplexity at", "params", *map(_length, lengths), "± loss", "per word", "bits/byte"]
+    header = ["perplexity at", "params", *map(figures.length_name, lengths), "± loss", "per word", "bits/byte"]
     return Table(header, rows, frozenset(quiet))
 
 
@@ -246,10 +239,6 @@ def size(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}"
-
-
-def _length(length: int | None) -> str:
-    return "whole" if length is None else figures.binary(length)
 
 
 def _value(value: Any) -> str:

@@ -34,7 +34,7 @@ COLOURS = {
 LIGHT = {name: pair[0] for name, pair in COLOURS.items()}
 _RAMP = ("#2f80c9", "#7d6bd0", "#c75f9e", "#dd7f45")  # first layer to last, readable on both
 _INK, _MUTED, _CARD = LIGHT["ink"], LIGHT["muted"], LIGHT["card"]
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {  # typed by matplotlib as a mapping from every name that it knows
     "figure.constrained_layout.use": True, "figure.facecolor": _CARD, "savefig.facecolor": _CARD,
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5, "text.color": _INK,
     "text.parse_math": False, "axes.facecolor": _CARD, "axes.edgecolor": _MUTED, "axes.labelcolor": _INK,
@@ -63,8 +63,7 @@ def style() -> AbstractContextManager[None]:
     """Matplotlib's settings, for as long as figures are drawn and saved."""
     import matplotlib
 
-    settings: Any = _SETTINGS  # typed as a mapping from every name that matplotlib knows
-    return matplotlib.rc_context(settings)
+    return matplotlib.rc_context(_SETTINGS)
 
 
 def run_variable(index: int) -> str:

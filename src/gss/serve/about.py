@@ -44,11 +44,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, may_be_none = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")
-            if not (value > 0 or (may_be_none and value == 0)):
-                raise ValueError(
-                    f"the limit {field.name} must be {'at least' if may_be_none else 'over'} 0, not {value}"
-                )
+            value, zero = getattr(self, field.name), field.name in ("queue", "logprobs", "stop")  # which may be 0
+            if not (value > 0 or (zero and value == 0)):
+                raise ValueError(f"the limit {field.name} must be {'at least' if zero else 'over'} 0, not {value}")
 
 
 def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | None, step: int) -> dict[str, Any]:
@@ -57,6 +55,8 @@ def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | N
     config = model.config
     parameter = next(model.parameters())
     kind = torch.bfloat16 if engine.precision == "bf16" else parameter.dtype
+    slots = [slot for layer in model.sequence_layers() for slot in layer.state_slots().values()]
+    growth = sum(prod(each or 1 for each in slot.shape) for slot in slots if None in slot.shape)  # numbers per token
     of_connections = ("body_seconds", "connections", "header_seconds", "send_seconds")
     told = {n: value for n, value in asdict(limits).items() if n not in of_connections and not n.endswith("_bytes")}
     return {
@@ -74,7 +74,7 @@ def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | N
         "state": {
             "bounded": model.bounded_state,
             "bytes_per_sequence": model.initial_state(1).nbytes,
-            "bytes_per_token": _growth(model),
+            "bytes_per_token": growth * (8 if parameter.dtype == torch.float64 else 4),
         },
         "transformer": {
             "kv_cache_bytes_per_token": 2 * len(config.layers) * config.width * kind.itemsize,
@@ -130,10 +130,3 @@ def time_constants(model: LanguageModel) -> dict[str, Any]:
 
 def _rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-def _growth(model: LanguageModel) -> int:
-    """Bytes by which a token makes the state larger: 0 where it is bounded."""
-    slots = [slot for layer in model.sequence_layers() for slot in layer.state_slots().values()]
-    size = 8 if next(model.parameters()).dtype == torch.float64 else 4
-    return sum(size * prod(each or 1 for each in slot.shape) for slot in slots if None in slot.shape)

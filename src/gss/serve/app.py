@@ -60,20 +60,23 @@ def create_app(
     answer_errors(app)
     pages = {f"/{path.relative_to(PAGE).as_posix()}": path for path in sorted(PAGE.rglob("*")) if path.is_file()}
     pages["/"] = PAGE / "index.html"
-    open_paths = {"/health", *pages}
-    app.add_middleware(
-        Guard, limits=limits, metrics=engine.metrics, api_key=api_key, open_paths=open_paths, hosts=hosts
-    )
+    free = {"/health", *pages}
+    app.add_middleware(Guard, limits=limits, metrics=engine.metrics, api_key=api_key, open_paths=free, hosts=hosts)
     service = Service(engine, name, limits)
-    _add_completions(app, service)
-    _add_tokens(app, service)
+    _add_posts(app, service)
     _add_facts(app, service, describe(engine, limits, name=name, preset=preset, step=step))
     for address, path in pages.items():
         _add_page(app, address, path)
     return app
 
 
-def _add_completions(app: FastAPI, service: Service) -> None:
+def _add_posts(app: FastAPI, service: Service) -> None:
+    tokenizer = service.engine.tokenizer
+
+    def post(path: str, answer: type, **content: Any) -> Callable[..., Any]:
+        """A route whose function makes the response itself; the schema has its answer and its errors."""
+        return app.post(path, response_model=None, responses={200: {"model": answer, **content}, **schemas.ERRORS})
+
     async def answer(body: schemas.CompletionRequest, request: Request, chat: bool) -> Response:
         completion = ActiveCompletion(body, service, chat)
         await completion.start()
@@ -83,21 +86,17 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         whole = await completion.whole(request)
         return Response(status_code=499) if whole is None else Response(whole, media_type="application/json")
 
-    @_post(app, "/v1/completions", schemas.Completion, {"text/event-stream": {}})
+    @post("/v1/completions", schemas.Completion, content={"text/event-stream": {}})
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Continue a prompt; see OpenAI's reference. With `stream`, chunks come as server-sent events."""
         return await answer(body, request, chat=False)
 
-    @_post(app, "/v1/chat/completions", schemas.ChatCompletion, {"text/event-stream": {}})
+    @post("/v1/chat/completions", schemas.ChatCompletion, content={"text/event-stream": {}})
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Continue a dialogue, written out in plain words: the model was not trained to follow instructions."""
         return await answer(body.completion(), request, chat=True)
 
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    tokenizer = service.engine.tokenizer
-
-    @_post(app, "/v1/tokenize", schemas.Tokens)
+    @post("/v1/tokenize", schemas.Tokens)
     async def tokenize(body: schemas.TokenizeRequest) -> Response:
         """The tokens of a text."""
         service.check_model(body.model)
@@ -109,19 +108,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
         return Response(await beside(len(body.prompt), work), media_type="application/json")
 
-    @_post(app, "/v1/detokenize", schemas.Text)
+    @post("/v1/detokenize", schemas.Text)
     async def detokenize(body: schemas.DetokenizeRequest) -> Response:
         """The text of tokens."""
         service.check_model(body.model)
         if max(body.tokens, default=0) >= tokenizer.vocab_size:
             raise ApiError(400, "a token id is beyond the vocabulary", param="tokens", code="invalid_value")
         return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
-
-
-def _post(app: FastAPI, path: str, answer: type, content: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """A route whose function makes the response itself; the schema has its answer and its errors."""
-    success: dict[str, Any] = {"model": answer} | ({"content": content} if content else {})
-    return app.post(path, response_model=None, responses={200: success, **schemas.ERRORS})
 
 
 def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:

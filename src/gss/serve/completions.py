@@ -26,9 +26,8 @@ _FAILURES: dict[Failure, Callable[[], ApiError]] = {
     "internal": partial(ApiError, 500, "the server failed; its log says why"),
 }
 _UNREAD = 4096  # pieces that may wait for a client to read them, before its request is dropped
-_QUICK_SCORES = 4096  # tokens of a prompt up to which their scores are put together on the event loop itself
+_QUICK = 4096  # characters to tokenize, or scores to write, up to which the event loop does it itself
 _FEW_SCORES = 8192  # log-probabilities in an answer that may be asked for whatever others hold
-_QUICK_CHARACTERS = 4096  # of a text up to which it is tokenized on the event loop itself
 
 
 class Surfaces(dict[int, str]):
@@ -73,9 +72,9 @@ class Service:
         _check("prompt", tokens, self.limits.prompt_tokens, "tokens", "context_length_exceeded")
 
 
-async def beside(characters: int, work: Callable[[], Any]) -> Any:
-    """Do work on this much text, in another thread where it would hold up the event loop."""
-    return work() if characters <= _QUICK_CHARACTERS else await asyncio.to_thread(work)
+async def beside(size: int, work: Callable[[], Any]) -> Any:
+    """Do work on this many characters or scores, in another thread where it would hold up the event loop."""
+    return work() if size <= _QUICK else await asyncio.to_thread(work)
 
 
 class Prompt(NamedTuple):
@@ -83,8 +82,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     text: str
-    added: int
-    """Ids at the start that are not the request's own."""
+    added: int  # ids at the start that are not the request's own
 
 
 class ActiveCompletion:
@@ -266,8 +264,7 @@ class ActiveCompletion:
             prompt = self._prompts[number]
             if piece.prompt_scores:
                 scores = piece.prompt_scores[prompt.added :]
-                make = partial(self._choice, number, Piece(0, prompt.text, scores=scores))
-                first = await asyncio.to_thread(make) if len(scores) > _QUICK_SCORES else make()
+                first = await beside(len(scores), partial(self._choice, number, Piece(0, prompt.text, scores=scores)))
                 yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                 continue
             if self._first_at is None:

@@ -112,11 +112,6 @@ class EngineThread:
             return sum(job.n for job in self._outstanding)
 
     @property
-    def running(self) -> int:
-        """Sequences in the batch."""
-        return self.core.running
-
-    @property
     def alive(self) -> bool:
         """Whether it works."""
         return self._thread.is_alive() and not self._stopping

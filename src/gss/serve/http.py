@@ -62,27 +62,21 @@ def answer_errors(app: FastAPI) -> None:
     """Answer every kind of failure of an app in the same way."""
 
     async def answer(request: Request, error: Any) -> JSONResponse:
-        return _as_ours(error).response()
+        if isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            # Names of fields come back; values never do.
+            place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
+            message = f"{place}{place and ': '}{str(first['msg'])[:300]}"
+            error = ApiError(400, message, code=first["type"], param=place or None)
+        elif not isinstance(error, HTTPException):
+            error = ApiError(500, "the server failed; its log says why")
+        elif not isinstance(error, ApiError):
+            message = _PHRASES.get(error.status_code, "the request was refused")
+            error = ApiError(error.status_code, message, headers=error.headers)
+        return error.response()
 
     for kind in (HTTPException, RequestValidationError, Exception):
         app.exception_handler(kind)(answer)
-
-
-def _as_ours(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        message = _PHRASES.get(error.status_code, "the request was refused")
-        return ApiError(error.status_code, message, headers=error.headers)
-    if not isinstance(error, RequestValidationError):
-        return ApiError(500, "the server failed; its log says why")
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="json_invalid")
-    # Names of fields come back; values never do.
-    place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
-    message = f"{place}{place and ': '}{str(first['msg'])[:300]}"
-    return ApiError(400, message, code=first["type"], param=place or None)
 
 
 class Guard:
@@ -165,12 +159,8 @@ class Guard:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             matches = hmac.compare_digest(_digest(given.strip()), self._key)
             if scheme.lower() != b"bearer" or not matches:
-                raise ApiError(
-                    401,
-                    "an API key is needed: send it as 'Authorization: Bearer KEY'",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                message = "an API key is needed: send it as 'Authorization: Bearer KEY'"
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")
         self._check_size(int(length) if length.isdigit() and len(length) <= 18 else sys.maxsize)
 

@@ -72,9 +72,7 @@ class Metrics:
         self.requests = Number("counter", "gss_requests_total", "Requests by route and status.", ("route", "status"))
         self.prompt_tokens = Number("counter", "gss_prompt_tokens_total", "Tokens of prompts.")
         self.prompt_tokens_read = Number("counter", "gss_prompt_tokens_read_total", "Of those, read by the model.")
-        self.prompt_tokens_reused = Number(
-            "counter", "gss_prompt_tokens_reused_total", "Of those, saved by states in the prefix cache."
-        )
+        self.prompt_tokens_reused = Number("counter", "gss_prompt_tokens_reused_total", "Of those, from the cache.")
         self.generated_tokens = Number("counter", "gss_generated_tokens_total", "Tokens produced.")
         self.running = Number("gauge", "gss_running_sequences", "Sequences in the batch.")
         self.waiting = Number("gauge", "gss_waiting_jobs", "Prompts that wait or are being read.")

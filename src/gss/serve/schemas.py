@@ -34,37 +34,39 @@ class StreamOptions(Request):
     include_usage: bool = Field(False, description="Send the counts of tokens in a chunk of their own, at the end.")
 
 
+class Generation(Request):
+    """What every kind of completion takes, besides the sampler's options."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt, or answers of a chat.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
+    stop: str | Texts | None = Field(None, description="End before any of these; in a chat, also before the next turn.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored.")
+
+
 _OPTIONS: dict[str, Any] = {
     name: (Optional[option.type], Field(option.default, description=about["about"], **about["served"]))  # noqa: UP045
     for name, option in OPTIONS.items()
     for about in [option.metadata]
 }
-SamplingRequest: Any = create_model("SamplingRequest", __base__=Request, **_OPTIONS)
-"""The sampler's options, which every kind of completion has."""
+SamplingRequest: Any = create_model("SamplingRequest", __base__=Generation, **_OPTIONS)
 
 
 class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    prompt: str | Texts | TokenIds | ManyTokenIds = Field(
-        "", description="A text, several, or token ids (read exactly as given)."
-    )
+    prompt: str | Texts | TokenIds | ManyTokenIds = Field("", description="Texts, or token ids, read exactly as given.")
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
-    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
-    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
-    stop: str | Texts | None = Field(None, description="End before any of these.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
     suffix: str | None = Field(None, description="Not supported.")
     logit_bias: dict[str, float] | None = Field(None, description="Not supported.")
-    user: str | None = Field(None, description="Ignored.")
 
     def sampling(self) -> Sampling:
         """How tokens are drawn."""
@@ -84,16 +86,9 @@ class ChatRequest(SamplingRequest):
     The models are not trained to follow instructions; this is for clients that speak no other interface.
     """
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Most tokens to produce; 256 by default.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
-    n: int | None = Field(1, ge=1, lt=2**31, description="Answers.")
-    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
-    stop: str | Texts | None = Field(None, description="End before any of these, besides the next turn.")
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Ignored.")
 
     def completion(self) -> CompletionRequest:
         """The request to continue the dialogue as a plain text, up to where somebody else would speak."""

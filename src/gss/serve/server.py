@@ -45,12 +45,11 @@ def usable_connections(wanted: int) -> int:
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVE
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        soft = max(soft, raised)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, min(wanted, soft - RESERVE))
-    return wanted
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    soft = max(soft, needed if hard == resource.RLIM_INFINITY else min(needed, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - RESERVE))
 
 
 class Connections:
