@@ -9,8 +9,8 @@ import importlib
 import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import Field, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,22 +50,30 @@ def choices_of(each: Field[Any], kind: Any) -> Collection[str]:
     return each.metadata.get("choices") or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
 
 
-def check_fields(config: Any, prefix: str = "") -> None:
-    """Refuse a value outside its field's limits, or not among the choices of its field or type."""
-    hints = typing.get_type_hints(type(config))
-    for each in fields(config):
-        name, kind, given = each.name, hints[each.name], getattr(config, each.name)
-        limits = each.metadata.get("limits", {})
-        if limits and not (given is None and type(None) in typing.get_args(kind)):
-            if int in (kind, *typing.get_args(kind)) and type(given) is not int:
-                raise ValueError(f"{prefix}{name} must be a whole number, not {given!r}")
-            if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
-                said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
-                raise ValueError(f"{prefix}{name} must be {said}, not {given!r}")
-        choices = choices_of(each, kind)
-        for value in given if typing.get_origin(kind) is tuple else (given,):
-            if choices and value not in choices:
-                raise ValueError(f"{prefix}{name} cannot be {value!r}; choose from: {', '.join(choices)}")
+@dataclass(frozen=True)
+class Checked:
+    """A configuration that refuses a value outside its field's limits, or not among the choices of its field or type.
+
+    Errors name fields with `prefix` in front.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for each in fields(self):
+            name, kind, given = self.prefix + each.name, hints[each.name], getattr(self, each.name)
+            limits = each.metadata.get("limits", {})
+            if limits and not (given is None and type(None) in typing.get_args(kind)):
+                if int in (kind, *typing.get_args(kind)) and type(given) is not int:
+                    raise ValueError(f"{name} must be a whole number, not {given!r}")
+                if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
+                    said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
+                    raise ValueError(f"{name} must be {said}, not {given!r}")
+            choices = choices_of(each, kind)
+            for value in given if typing.get_origin(kind) is tuple else (given,):
+                if choices and value not in choices:
+                    raise ValueError(f"{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 
 
 # Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.

@@ -132,13 +132,10 @@ def remove(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk. Windows cannot flush folders."""
-    if sys.platform == "win32":
-        if path.is_dir():
-            return
-        flags = os.O_RDWR  # Windows flushes only files that are open for writing
-    else:
-        flags = os.O_RDONLY
-    descriptor = os.open(path, flags)
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)  # Windows flushes what is open for writing
     try:
         os.fsync(descriptor)
     finally:

@@ -23,6 +23,7 @@ def recipe_path(name: str) -> Path:
     return path
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """The settings of a recipe, as plain data."""
-    return read_toml(recipe_path(name))
+def read_recipe(recipe: str | Path) -> dict[str, Any]:
+    """The settings of a recipe, by its name or its file, as plain data."""
+    named = not (Path(recipe).suffix or Path(recipe).is_file())
+    return read_toml(recipe_path(str(recipe)) if named else recipe)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from gss.config import flattened
 from gss.recipes import read_recipe
-from gss.training.config import flattened
 
 Settings = Mapping[str, Any]
 """Fields of a `TrainConfig` by dotted name."""

@@ -95,13 +95,6 @@ def train(
             folder.close()
 
 
-def _open_validation(training: Dataset) -> Dataset | None:
-    """The validation split beside a training split, if there is one."""
-    if training.folder is None or training.manifest is None or _VALIDATION not in training.manifest.splits:
-        return None
-    return open_dataset(training.folder, _VALIDATION, verify=False)
-
-
 def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfig, precision: str) -> dict[int, float]:
     """Nats per token at each configured length; lengths beyond the longest document are reduced to it."""
     report = config.report
@@ -138,16 +131,12 @@ class Interrupt:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._put_back()
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self.__exit__()
 
 
 class _Run:
@@ -157,7 +146,9 @@ class _Run:
         self, config: TrainConfig, dataset: Dataset, folder: RunFolder, world: World, allow: Sequence[str], quiet: bool
     ) -> None:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
-        self.validation = _open_validation(dataset)
+        self.validation = None
+        if dataset.folder and dataset.manifest and _VALIDATION in dataset.manifest.splits:
+            self.validation = open_dataset(dataset.folder, _VALIDATION, verify=False)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         self.batches.eos_first = config.eos_first
         torch.manual_seed(config.seed)
@@ -279,11 +270,16 @@ class _Run:
         self._clock = time.perf_counter()
         speed = len(pending) * self.config.batch_tokens / seconds
         rows: list[dict[str, Any]] = []
-        for i, ((loss, norm, targets), result) in enumerate(zip(numbers, pending, strict=True)):
-            step = self.step - len(pending) + i + 1
+        steps = range(self.step - len(pending) + 1, self.step + 1)
+        for step, (loss, norm, targets), result in zip(steps, numbers, pending, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._write(rows)
-                raise self._diverged(step, loss, norm, result.learning_rate)
+                raise ValueError(
+                    f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate "
+                    f"{result.learning_rate:.2e}): the run diverged and was stopped. Nothing after it was saved; the "
+                    f"same command resumes from {self._newest()}. If it happens again, lower optimizer.learning_rate "
+                    "or raise optimizer.warmup_steps (with --allow), or set precision=fp32"
+                )
             rows.append(
                 {
                     "kind": "train",
@@ -365,14 +361,6 @@ class _Run:
 
     def _newest(self) -> str:
         return "the start" if self._saved_at is None else f"step {self._saved_at:,}"
-
-    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> ValueError:
-        return ValueError(
-            f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate {rate:.2e}): the run "
-            f"diverged and was stopped. Nothing after it was saved; the same command resumes from {self._newest()}. "
-            "If it happens again, lower optimizer.learning_rate or raise optimizer.warmup_steps (with --allow), or "
-            "set precision=fp32"
-        )
 
     def _result(self, signal: int | None) -> TrainResult:
         return TrainResult(self.folder.path, self.step, self._last_row["loss"] if self._last_row else None, signal)

@@ -149,13 +149,10 @@ def perplexity(loss: float) -> float:
 def duration(seconds: float) -> str:
     """A duration in short form: 45s, 3m20s, 5h07m, 2d04h."""
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for large, small, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{large}{whole % size // part:02d}{small}"
+    return f"{whole}s"
 
 
 def cpu_rate() -> float:

@@ -55,8 +55,8 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
     if stepper.lanes is not None:
         if LANES not in groups:
             raise ValueError("the checkpoint holds no carried states: it was not trained in lanes")
-        first, count = stepper.first_row, stepper.lanes.batch
-        rows = {name: tensor[first : first + count] for name, tensor in groups[LANES].items()}
+        count = stepper.lanes.batch
+        rows = {name: tensor[count * stepper.replica :][:count] for name, tensor in groups[LANES].items()}
         stepper.lanes = ModelState.from_named(rows).to(stepper.world.device)
         stepper.model.check_state(stepper.lanes, count)
 
