@@ -30,8 +30,6 @@ UNROLL = 8
 _LONGEST_BLOCK = 128
 # Rows in buffers this many times too large for them change to smaller ones.
 _SPARSE = 4
-# Layers whose blocks are folded side by side.
-_BESIDE = 4
 
 
 def plans(model: LanguageModel, block: int) -> list[GPUPlan]:
@@ -210,19 +208,9 @@ class GraphDecoder(BlockedDecoder):
         return Draw.join(drawn, torch.stack) if drawn else Draw(tokens)
 
     def _fold_layers(self, late: bool) -> Draw:
-        """Fold the blocks of all layers, some side by side."""
-        layers, device = self._room.layers, self._embedding.device
-        if device.type != "cuda":
-            for layer in layers:
-                layer.fold(late)
-            return Draw(self._room.stream.tokens)
-        beside = [torch.cuda.Stream(device) for _ in range(_BESIDE)]
-        for number, stream in enumerate(beside):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for layer in layers[number::_BESIDE]:
-                    layer.fold(late)
-            torch.cuda.current_stream().wait_stream(stream)
+        """Fold the blocks of all layers."""
+        for layer in self._room.layers:
+            layer.fold(late)
         return Draw(self._room.stream.tokens)
 
 

@@ -126,8 +126,8 @@ class BlockedStateSpace(nn.Module):
         # Where the channels share their modes, the table between states and outputs is small enough to keep.
         self._table = None
         if len(self._log_a) == 1:
-            real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
-            self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
+            conjugate = powers(self._log_a[0], block.size, taps.dtype).conj()  # of Ā^k, [N, W]
+            self._table = torch.stack([conjugate.real, conjugate.imag], dim=1).flatten(0, 1)  # [2N, W], as pairs lie
             self._readout = self._readout * transition(self._log_a, self._readout.dtype)
         self._modes = RowBuffer(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
         self.inputs = RowBuffer(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]

@@ -182,9 +182,6 @@ class TrainConfig(Checked):
                 )
         if self.piece_tokens is not None and self.batching == "packed":
             raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
-        self._check_tuning()
-
-    def _check_tuning(self) -> None:
         state = self.tune == "state"
         if self.start is None and (state or self.lora is not None):
             raise ValueError(f"{'tune=state' if state else 'lora'} needs trained weights to start from: give --from")

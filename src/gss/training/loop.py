@@ -269,6 +269,7 @@ class _Run:
         seconds = max(time.perf_counter() - self._clock, 1e-9)
         self._clock = time.perf_counter()
         speed = len(pending) * self.config.batch_tokens / seconds
+        mfu = speed * self._flops / self.world.size / self._peak if self._peak else None
         rows: list[dict[str, Any]] = []
         steps = range(self.step - len(pending) + 1, self.step + 1)
         for step, (loss, norm, targets), result in zip(steps, numbers, pending, strict=True):
@@ -280,18 +281,8 @@ class _Run:
                     f"same command resumes from {self._newest()}. If it happens again, lower optimizer.learning_rate "
                     "or raise optimizer.warmup_steps (with --allow), or set precision=fp32"
                 )
-            rows.append(
-                {
-                    "kind": "train",
-                    "step": step,
-                    "loss": loss,
-                    "learning_rate": result.learning_rate,
-                    "gradient_norm": norm,
-                    "targets": int(targets),
-                    "tokens_per_second": speed,
-                    "mfu": speed * self._flops / self.world.size / self._peak if self._peak else None,
-                }
-            )
+            row = {"kind": "train", "step": step, "loss": loss, "learning_rate": result.learning_rate}
+            rows.append({**row, "gradient_norm": norm, "targets": int(targets), "tokens_per_second": speed, "mfu": mfu})
         self._write(rows)
         self._last_row = rows[-1]
         if show:

@@ -25,20 +25,14 @@ STATE_SPACE, DECAYED, TABLE, UNDECAYED, EMBEDDING = "state_space", "decayed", "t
 
 def group_of_parameters(model: nn.Module) -> dict[str, str]:
     """The group of every parameter, by the parameter's name."""
-    kinds = ((StateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING), (nn.Linear, DECAYED))
-    owners = {
-        id(parameter): group
-        for module in model.modules()
-        for kind, group in kinds
-        if isinstance(module, kind)
-        for parameter in module.parameters()
-    }
-
-    def group(parameter: nn.Parameter) -> str:
-        owner = owners.get(id(parameter), TABLE)
-        return owner if owner in (STATE_SPACE, EMBEDDING) or parameter.ndim > 1 else UNDECAYED
-
-    return {name: group(parameter) for name, parameter in model.named_parameters()}
+    groups = {name: TABLE if each.ndim > 1 else UNDECAYED for name, each in model.named_parameters()}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path):
+            if isinstance(module, StateSpace | nn.Embedding):
+                groups[name] = STATE_SPACE if isinstance(module, StateSpace) else EMBEDDING
+            elif isinstance(module, nn.Linear) and parameter.ndim > 1:
+                groups[name] = DECAYED
+    return groups
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -28,11 +28,10 @@ class Board(NamedTuple):
 
 def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
     """The boards that a run's settings enable."""
-    wanted = {"tensorboard": (config.report.tensorboard, _tensorboard), "wandb": (config.report.wandb, _wandb)}
     boards = []
-    for name, (asked, opened) in wanted.items():
+    for name, opened in {"tensorboard": _tensorboard, "wandb": _wandb}.items():
         try:
-            boards += [opened(config, folder)] if asked else []
+            boards += [opened(config, folder)] if getattr(config.report, name) else []
         except ImportError:
             raise ValueError(f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]'") from None
     return boards

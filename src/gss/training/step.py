@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gss.data import Batch
 from gss.model import LanguageModel
-from gss.nn.block_recurrent import RecurrentStack
+from gss.nn.block_recurrent import RecurrentLayer
 from gss.nn.state import ModelState
 from gss.pieces import LossModule, Rows, accumulate
 from gss.precision import resolved, running
@@ -57,7 +57,7 @@ class Stepper:
                 "lanes carry the state from step to step, and this model's grows with everything it has read: "
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
-        in_turn = self.context is not None and any(isinstance(layer, RecurrentStack) for layer in model.layers)
+        in_turn = self.context is not None and any(isinstance(layer, RecurrentLayer) for layer in model.layers)
         if in_turn and config.activation_checkpointing:
             raise ValueError(
                 "block-recurrent layers pass their states from rank to rank in turn, which the recomputation of "

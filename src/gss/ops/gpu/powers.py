@@ -10,16 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 
+def packed_rows(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for rows of float16, and for the scale of each."""
+    return like.new_empty(rows, width, dtype=torch.float16), like.new_empty(rows, dtype=torch.float32)
+
+
 def pack_modes(weights: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of pairs [R, N, 2] times a complex `factor` [N, 2] in float64: real parts, then negated imaginary parts,
     [R, 2N] in float16 over each row's largest; and the largest [R].
     """
     rows, modes, _ = weights.shape
-    packed = torch.empty(rows, 2 * modes, dtype=torch.float16, device=weights.device)
-    scale = torch.empty(rows, device=weights.device)
-    _pack_modes_kernel[(rows,)](
-        weights, factor, packed, scale, modes, BN=triton.next_power_of_2(modes), num_warps=4
-    )  # fmt: skip
+    packed, scale = packed_rows(rows, 2 * modes, weights)
+    _pack_modes_kernel[(rows,)](weights, factor, packed, scale, modes, BN=triton.next_power_of_2(modes), num_warps=4)
     return packed, scale
 
 

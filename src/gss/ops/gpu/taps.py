@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, store_pair, times
+from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, packed_rows, store_pair, times
 
 
 def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,7 @@ def gradients_of(
     """
     channels, length = grad.shape
     count = modes.shape[0]
-    packed = torch.empty(2 * channels, length, dtype=torch.float16, device=grad.device)
-    scale = torch.empty(2 * channels, device=grad.device)
+    packed, scale = packed_rows(2 * channels, length, grad)
     _pack_ramp_kernel[(2 * channels,)](
         grad, packed, scale, channels, length, BL=triton.next_power_of_2(length), num_warps=8
     )
