@@ -73,9 +73,8 @@ def backward(
     `piece_tokens` tokens of each row and of the L ÷ `piece_tokens` states between pieces.
 
     mask          [B, L], which targets count (None: all)
-    state         what the rows go on from, as in a call of the model; where its tensors require gradients, they get
-                  them too
-    keep_state    whether to return the state after the tokens, detached, and not None
+    state         the state that the rows continue from; its tensors get gradients too, where they require them
+    keep_state    whether to return the state after the tokens, detached; otherwise None is returned
     count         what the summed loss is divided by (None: the number of targets that count)
     starts        [B, L], the first tokens of documents in packed rows, which are read in one piece, without a state
     context       the ranks among which each piece is divided. All of them give the same rows; the loss and the
@@ -164,7 +163,7 @@ def _back(
 def _states_before(
     model: LanguageModel, pieces: list[Rows], state: ModelState | None, seed: int | None
 ) -> list[ModelState]:
-    """The states that all pieces but the first go on from."""
+    """The states that all pieces but the first continue from."""
     states: list[ModelState] = []
     for i, piece in enumerate(pieces[:-1]):
         _draw_as(seed, i)
@@ -172,7 +171,7 @@ def _states_before(
         assert state is not None
         state = state.map(_own)
         states.append(state)
-        # Autocast would go on with the casts of weights that were made here, which have no gradient.
+        # Autocast would reuse the casts of weights that were made here, which have no gradient.
         torch.clear_autocast_cache()
     return states
 

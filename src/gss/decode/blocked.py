@@ -93,7 +93,7 @@ class BlockedDecoder:
         self._put(state, sampler, tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order, each once (none is fine, until others join).
+        """Keep these rows only, in this order, each once (none is fine, until others join).
 
         Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
         """

@@ -111,12 +111,10 @@ class StateCell(nn.Module):
 
         Every vector sees every token of both windows: no bias, no causal mask.
         """
-        keys, values = (tensor.to(memory.values.dtype) for tensor in own)
-        mask = None
+        precise, mask = memory.values.dtype, None
+        keys, values = (tensor.to(precise) for tensor in own)
         if before is not None:
-            keys, values = (
-                torch.cat([old.to(new.dtype), new], 1) for old, new in zip(before, (keys, values), strict=True)
-            )
+            keys, values = (torch.cat([old, new], 1).to(precise) for old, new in zip(before, own, strict=True))
             if previous is not None:
                 current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
                 mask = (previous.unsqueeze(1) | current)[:, None, None]

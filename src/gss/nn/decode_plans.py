@@ -52,7 +52,7 @@ class RowBuffer:
         self.tensor = self._room[:after]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order; only those whose place changes are copied."""
+        """Keep these rows, in this order; only those whose place changes are copied."""
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         if moved:
             places, sources = (list(side) for side in zip(*moved, strict=True))
@@ -178,7 +178,7 @@ class BlockedStateSpace(nn.Module):
         self.carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep these rows only, in this order."""
         for held in (self._modes, self.inputs, self.carried):
             held.keep(rows)
 
@@ -224,7 +224,7 @@ class _Cache:
             held.add(new)
 
     def keep(self, places: Mapping[int, int]) -> None:
-        """Go on with the rows that have a place from now on."""
+        """Keep the rows that have a place from now on."""
         order = without_gaps([row not in places for row in self.rows])
         self.rows = [places[self.rows[slot]] for slot in order]
         for held in self.buffers:

@@ -51,7 +51,7 @@ class SequenceLayer(nn.Module):
         raise NotImplementedError
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
-        """This layer set up to read one token after another from a state; None: `forward` does that well enough."""
+        """This layer, prepared to read token by token from a state; None: `forward` is fast enough."""
         return None
 
     def gpu_plan(self, block: int) -> GPUPlan | None:

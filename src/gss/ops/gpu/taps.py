@@ -44,7 +44,7 @@ def gradients_of(
     by_log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the four parameters from the taps' gradient [H, T], and where states are carried as well from
-    those by w = C·B̄·Ā [H, 2, N] and by λ itself [2, N].
+    those with respect to w = C·B̄·Ā [H, 2, N] and to λ itself [2, N].
     """
     channels, length = grad.shape
     count = modes.shape[0]
