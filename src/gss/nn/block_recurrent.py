@@ -111,10 +111,10 @@ class StateCell(nn.Module):
 
         Every vector sees every token of both windows: no bias, no causal mask.
         """
-        precise, mask = memory.values.dtype, None
-        keys, values = (tensor.to(precise) for tensor in own)
+        kind, mask = memory.values.dtype, None
+        keys, values = (tensor.to(kind) for tensor in own)
         if before is not None:
-            keys, values = (torch.cat([old, new], 1).to(precise) for old, new in zip(before, own, strict=True))
+            keys, values = (torch.cat([old, new], 1).to(kind) for old, new in zip(before, own, strict=True))
             if previous is not None:
                 current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
                 mask = (previous.unsqueeze(1) | current)[:, None, None]

@@ -189,10 +189,8 @@ class WindowBlock(nn.Module):
         queries, keys, values, state_queries = self.scaled(self.project(x))
         if kept is not None:
             fresh, old_keys, old_values = kept
-            keys, values = (
-                torch.where(fresh, keys, old_keys.to(keys)),
-                torch.where(fresh, values, old_values.to(values)),
-            )
+            keys = torch.where(fresh, keys, old_keys.to(keys))
+            values = torch.where(fresh, values, old_values.to(values))
         attended = self.attention.in_window(queries, (keys, values), before, bias, previous)
         return self.finish(x, attended, attend(state_queries, *memory)), (keys, values)
 
