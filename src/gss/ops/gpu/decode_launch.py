@@ -183,7 +183,7 @@ class Stream:
         """φ(W norm(x) + b); the weight's last rows are those of `mixing`."""
         form, tiles, (rows, E) = self.form, self.tiles, dense[0].shape
         if self.batch > 1:
-            self._add_and_norm(norm, mixing)
+            self.settle(norm, mixing)
             tile, channels = tiles.gate_many, mixing.inner.shape[1] if mixing else 0
             columns = tile.columns_of(self.batch)
             decode_batch.gate_inner_many[(triton.cdiv(rows, tile.rows), triton.cdiv(self.batch, columns))](
@@ -239,7 +239,7 @@ class Stream:
             return
         tile = self.tiles.head_many
         columns = tile.columns_of(self.batch)
-        self._add_and_norm(norm, None, factor=form.head_scale)
+        self.settle(norm, factor=form.head_scale)
         decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(self.batch, columns))](
             self.normed, weight, *out, self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
             **self.launch(tile),
@@ -259,8 +259,10 @@ class Stream:
             options["num_stages"] = tile.stages
         return options | ({"launch_pdl": True} if self.tiles.overlap and early else {})
 
-    def _add_and_norm(self, norm: Pair, mixing: Mixing | None, factor: float = 1.0) -> None:
-        """Add what is pending to the stream and norm it for what follows; beside it what earlier tokens add."""
+    def settle(self, norm: Pair, mixing: Mixing | None = None, factor: float = 1.0) -> None:
+        """Several rows: add what is pending to the stream, which a mixer that reads `x` itself needs first, and norm it
+        for what follows; beside it compute what earlier tokens add to `mixing`.
+        """
         form, unused = self.form, self.x
         bias, slices = self._pending or (norm[1], 0)
         self._pending = None
