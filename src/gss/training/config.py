@@ -166,19 +166,13 @@ class TrainConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_tokens % self.length:
-            raise ValueError(
-                f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
-                f"{self.batch_tokens // self.length * self.length or self.length} would do"
-            )
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens % self.length:
-            raise ValueError(
-                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of length ({self.length})"
-            )
-        for name in ("length", "piece_tokens"):
-            if (getattr(self, name) or 0) % self.parallel.context:
+        length, ranks = ("length", self.length), ("parallel.context", self.parallel.context)
+        parts = {"batch_tokens": length, "micro_batch_tokens": length, "length": ranks, "piece_tokens": ranks}
+        for name, (unit, size) in parts.items():
+            value = getattr(self, name) or 0
+            if value % size:
                 raise ValueError(
-                    f"{name} ({getattr(self, name)}) must be a multiple of parallel.context ({self.parallel.context})"
+                    f"{name} ({value}) must be a multiple of {unit} ({size}): {value // size * size or size} would do"
                 )
         if self.piece_tokens is not None and self.batching == "packed":
             raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")

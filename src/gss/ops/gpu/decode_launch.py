@@ -182,9 +182,10 @@ class Stream:
     def product(self, norm: Pair, dense: Pair, out: Tensor, activation: str, mixing: Mixing | None = None) -> None:
         """φ(W norm(x) + b); the weight's last rows are those of `mixing`."""
         form, tiles, (rows, E) = self.form, self.tiles, dense[0].shape
+        channels = mixing.inner.shape[1] if mixing else 0
         if self.batch > 1:
             self.settle(norm, mixing)
-            tile, channels = tiles.gate_many, mixing.inner.shape[1] if mixing else 0
+            tile = tiles.gate_many
             columns = tile.columns_of(self.batch)
             decode_batch.gate_inner_many[(triton.cdiv(rows, tile.rows), triton.cdiv(self.batch, columns))](
                 self.normed, *dense, out, mixing.inner if mixing else out,
@@ -192,19 +193,12 @@ class Stream:
                 ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
             )  # fmt: skip
             return
-        tile = tiles.gate_one
-        at_once = tile.rows_of(E)
-        given = (self.x, *norm, *dense, out)
-        options = {"E_PAD": pad(E), "ROWS": at_once, **self.launch(tile)}
-        if mixing is None:
-            decode.product_one[(triton.cdiv(rows, at_once),)](
-                *given, form.epsilon, E, rows, form.centred, activation, **options
-            )
-            return
-        H = mixing.inner.shape[1]
-        decode.gate_inner_one[(triton.cdiv(rows, at_once) + triton.cdiv(H, tiles.channels),)](
-            *given, mixing.inner, mixing.inputs, mixing.taps, mixing.carried, mixing.base, self.read, form.epsilon,
-            E, rows - H, H, form.centred, activation, W_PAD=pad(form.block), CHANNELS=tiles.channels, **options,
+        tile, at_once = tiles.gate_one, tiles.gate_one.rows_of(E)
+        begun = (mixing.inner, *mixing[:4]) if mixing else (out,) * 5
+        decode.gate_inner_one[(triton.cdiv(rows, at_once) + triton.cdiv(channels, tiles.channels),)](
+            self.x, *norm, *dense, out, *begun, self.read, form.epsilon,
+            E, rows - channels, channels, form.centred, activation,
+            E_PAD=pad(E), W_PAD=pad(form.block), ROWS=at_once, CHANNELS=tiles.channels, **self.launch(tile),
         )  # fmt: skip
 
     def add(self, given: Tensor, dense: Pair) -> None:
