@@ -41,7 +41,7 @@ def convolution(batch: int, length: int) -> None:
     u = torch.randn(batch, H, length, device="cuda").bfloat16()
     g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
     size = fft.row_length(length)
-    chosen = fft.CONVOLVE, fft.CORRELATE
+    chosen = fft.OPTIONS
     taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
     spectrum = fft.spectrum(taps)
     count = length // size
@@ -67,13 +67,13 @@ def convolution(batch: int, length: int) -> None:
         {"SLICE": 16, "num_stages": 2, "maxnreg": 128},
         {"SLICE": 64, "num_stages": 1},
     ):
-        fft.CONVOLVE = fft.CORRELATE = options
+        fft.OPTIONS = options
         try:
             row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
             row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
         except Exception as problem:  # a shape that does not fit is one result among others
             print(options, repr(problem)[:200])
-    fft.CONVOLVE, fft.CORRELATE = chosen
+    fft.OPTIONS = chosen
     row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
     row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(spectrum[0])))
 

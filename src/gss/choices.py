@@ -79,22 +79,16 @@ class Checked:
 # Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.
 
 
-def _gelu(x: "Tensor") -> "Tensor":
-    from torch.nn.functional import gelu
+def _functional() -> Any:
+    import torch.nn.functional as F
 
-    return gelu(x)
-
-
-def _swish(x: "Tensor") -> "Tensor":
-    from torch.nn.functional import silu
-
-    return silu(x)
+    return F
 
 
 ACTIVATIONS: "dict[str, Callable[[Tensor], Tensor]]" = {
-    "gelu": _gelu,
+    "gelu": lambda x: _functional().gelu(x),
     "relu2": lambda x: x.relu().square(),
-    "swish": _swish,
+    "swish": lambda x: _functional().silu(x),
     "relu": lambda x: x.relu(),
 }
 

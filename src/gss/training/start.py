@@ -26,10 +26,8 @@ _TINY, _SMALL = 4_000_000, 150_000_000
 def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -> LanguageModel:
     """The model before the first step, with everything that is not trained frozen. A resumed run gets its weights from
     its checkpoint and does not need what it started from."""
-    if config.start is None or resuming:
-        model = build_model(config.model)
-    else:
-        model = _loaded(config.start, config, dataset)
+    fresh = config.start is None or resuming
+    model = build_model(config.model) if fresh else _loaded(str(config.start), config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
         raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model's {config.model.vocab_size}")
     if config.lora is not None:

@@ -68,10 +68,6 @@ class Tiles:
     overlap: bool = True
     """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
 
-    def slices(self, width: int) -> tuple[int, int]:
-        """How a batch's sum over a width is cut, in whole tiles: columns per slice, and slices, few if it is narrow."""
-        return _cut(width, self.splits, self.output_many.depth)
-
     def attention_slices(self, chunk: int, batch: int) -> tuple[int, int]:
         """How a chunk's keys are cut: keys per slice, and slices; not at all for several sequences."""
         return _cut(chunk, self.splits if batch == 1 else 1, self.attend.rows)
@@ -213,7 +209,7 @@ class Stream:
             return
         tile = tiles.output_many
         columns = tile.columns_of(self.batch)
-        part, slices = tiles.slices(F)
+        part, slices = _cut(F, tiles.splits, tile.depth)  # fewer slices if it is narrow
         decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(self.batch, columns))](
             given, dense[0], self._partial, self.batch, E, F,
             SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
