@@ -10,7 +10,7 @@ import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class Checked:
     Errors name fields with `prefix` in front.
     """
 
-    prefix: ClassVar[str] = ""
+    prefix = ""  # without a type: it is no field
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

@@ -78,7 +78,7 @@ class CompiledGSSPlan(StateSpacePlan):
     """A GSS layer."""
 
     def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
-        super().__init__(layer, layer.spaces(), state, block)
+        super().__init__(layer, state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
         norms = map(_norm, (layer.norm, layer.inner_norm))
         matrices = _matrices(layer.inner, layer.gate, layer.context, layer.output)

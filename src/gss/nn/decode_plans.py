@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decoding import Block, DecodePlan, without_gaps
-from gss.nn.state import LayerState, SequenceLayer
-from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state import LayerState
+from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
 from gss.nn.windows import as_ring, in_order
 from gss.ops import cpu
 from gss.ops.products import MOST_ROWS
@@ -63,10 +63,8 @@ class RowBuffer:
 class StateSpacePlan(DecodePlan):
     """A layer whose tokens mix in state spaces: its own `forward`, with every state space in its blocked form."""
 
-    def __init__(
-        self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
-    ) -> None:
-        self._block = block
+    def __init__(self, layer: StateSpaceLayer, state: LayerState, block: Block) -> None:
+        self._block, spaces = block, layer.spaces()
         self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
         self._layer = replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
 

@@ -184,7 +184,7 @@ class StateSpaceLayer(SequenceLayer):
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
         from gss.nn.decode_plans import StateSpacePlan  # which knows this module
 
-        return StateSpacePlan(self, self.spaces(), state, block)
+        return StateSpacePlan(self, state, block)
 
 
 def skew_hippo_frequencies(modes: int) -> Tensor:

@@ -117,9 +117,7 @@ def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None) -> Tensor:
         added = project(rows, log_a).view(batch, channels, -1)
     else:
         added = project(signal.permute(2, 0, 1).flip(-1), log_a).transpose(0, 1)
-    if state is None:
-        return added
-    return carried_state(state, log_a * length) + added
+    return added if state is None else carried_state(state, log_a * length) + added
 
 
 def carried_state(state: Tensor, log_decay: Tensor) -> Tensor:
