@@ -4,6 +4,7 @@ A configuration comes from a preset, a TOML file, a dictionary or `key=value` ov
 imports no torch, so that commands can check their arguments at once.
 """
 
+import json
 import math
 import tomllib
 import types
@@ -283,8 +284,9 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The config as plain data, ready for JSON: the inverse of `from_mapping`."""
-    return _plain(asdict(config))
+    """The config as plain data, as JSON gives it back: the inverse of `from_mapping`."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return values
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -293,12 +295,6 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:

@@ -115,7 +115,7 @@ class BlockedDecoder:
         raise NotImplementedError
 
     def _count(self, steps: int) -> None:
-        """Note that every row has read so many tokens; at the end of a block, begin the next."""
+        """Count `steps` tokens as read by every row; at the end of a block, begin the next."""
         self._block.read += steps
         if self._block.read == self._block.size:
             self._fold()

@@ -159,7 +159,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Output]:
-        """The next tokens of every continuation in the batch (on a GPU, those that were begun a step before)."""
+        """The next tokens of every continuation in the batch (on a GPU, those that the step before launched)."""
         count, ahead = self.decoder.stride, self._in_flight is not None
         fetched = None
         if any(row.left > count * ahead for row in self._running):

@@ -109,7 +109,7 @@ class PrefixCache:
         return found[0], self._entries[found]
 
     def put(self, tokens: Tokens, entry: Entry) -> None:
-        """Keep the model after these tokens; what was used least recently makes room."""
+        """Cache the entry of these tokens; the least recently used entries are evicted."""
         if entry.nbytes > self.max_bytes:
             return
         key = (len(tokens), hashlib.blake2b(tokens.tobytes(), digest_size=16).digest())

@@ -21,27 +21,19 @@ _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT",
 
 def write_file(path: str | Path, content: bytes | str) -> None:
     """Write a file completely or not at all; text is UTF-8 with `\\n` line endings."""
-    with written_file(path) as aside:
+    aside = _aside(Path(path))
+    aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
+    try:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, values: Any) -> None:
     """Write plain data as indented JSON."""
     write_file(path, json.dumps(values, indent=2) + "\n")
-
-
-@contextmanager
-def written_file(path: str | Path) -> Iterator[Path]:
-    """A path to write to, which is renamed to `path` on success and deleted on failure."""
-    target = Path(path)
-    aside = _aside(target)
-    aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def require_new(target: Path) -> None:

@@ -74,7 +74,7 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         tensors = merged(tensors)
         first = {name.removeprefix("first."): tensors.pop(name) for name in list(tensors) if name.startswith("first.")}
         if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
-            raise ValueError("the sizes are others")
+            raise ValueError("the sizes differ")
         model = build_model(described)
         expect(model, {name: tensor.shape for name, tensor in tensors.items()})
         model.load_state_dict(tensors)

@@ -23,7 +23,7 @@ from gss.ops import cpu, matrix_state
 from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
 
-# Vectors have so many numbers.
+# Numbers in a vector register of the C functions.
 _LANES = 16
 # `struct cache` of kernels.c: a row's keys and values; the tokens that it has room for, and those that it has read.
 _CACHE = cpu.record(*"ppll")

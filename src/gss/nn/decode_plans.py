@@ -326,7 +326,7 @@ class AttentionPlan(DecodePlan):
         for room in list(self._caches) if among is None else among:
             self._caches[room].keep(places)
             if not self._caches[room].rows:
-                del self._caches[room]  # the memory of long rows is let go
+                del self._caches[room]  # frees the memory of long rows
 
     def _room(self, length: int) -> int:
         """How many tokens a row gets room for: at least one more than it has."""

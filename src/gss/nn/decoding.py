@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """Where in a block of tokens a decoder stands, and where in it each of its rows joined."""
+    """How far a decoder is in a block of tokens, and where in the block each of its rows joined."""
 
     def __init__(self, size: int) -> None:
         if size < 1:

@@ -28,7 +28,7 @@ class StateSpace(nn.Module):
         raise NotImplementedError
 
     def responses(self, length: int) -> Tensor:
-        """What each channel or mode still adds to the output so many tokens after an input of 1: [channels, L]."""
+        """What each channel or mode adds to the next L outputs after an input of 1: [channels, L]."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ class DiagonalStateSpace(StateSpace):
             return torch.view_as_real(final_state(u.to(state_dtype(self.readout.dtype)), self.discretized()[1], None))
 
     def faded(self, state: Tensor, tokens: int) -> Tensor:
-        """The state [B, H, N, 2] so many tokens later, were they all zero."""
+        """The state [B, H, N, 2] after this many further tokens, all zero."""
         before = torch.view_as_complex(state)
         return torch.view_as_real(before * transition(self.discretized()[1] * tokens, before.dtype))
 

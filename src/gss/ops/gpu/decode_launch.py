@@ -40,7 +40,7 @@ class Tile:
         return max(1, min(self.rows, 2**12 * self.warps // triton.next_power_of_2(width)))
 
     def columns_of(self, batch: int) -> int:
-        """The sequences per program, of so many in all."""
+        """The sequences per program, for a batch of this size."""
         return max(16, min(self.columns, triton.next_power_of_2(batch)))
 
 
@@ -74,7 +74,7 @@ class Tiles:
 
     @staticmethod
     def for_batch(batch: int, capability: tuple[int, int] = (9, 0)) -> "Tiles":
-        """The tiles for so many sequences on a device of this compute capability."""
+        """The tiles for a batch of this size on a device of this compute capability."""
         if batch == 1:
             tiles = Tiles(fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
         elif batch <= 16:
@@ -89,7 +89,7 @@ class Tiles:
 
 
 def _cut(size: int, most: int, tile: int) -> tuple[int, int]:
-    """A size in at most so many equal parts of whole tiles: the size of a part, and how many there are."""
+    """A size cut into at most `most` equal parts of whole tiles: the size of a part, and the number of parts."""
     part = triton.cdiv(triton.cdiv(size, most), tile) * tile
     return part, triton.cdiv(size, part)
 
