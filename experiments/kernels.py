@@ -8,6 +8,7 @@ Sizes are those of the `gss` preset. Times are medians by CUDA events; the table
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -123,15 +124,18 @@ def gates(tokens: int) -> None:
     row("gate: error", error(out, expected), "relative")
     for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
-    c, d = draw(tokens, F), draw(tokens, F)
+    c, d, p = draw(tokens, F), draw(tokens, F), draw(tokens, F)
     chosen = gate._TILE
     for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
         gate._TILE = {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}
         name = f"{bm}x{bn}, {steps} steps, {warps} warps"
-        row(f"gate forward {name}", milliseconds(lambda: gate.gate_product_(c, g, b2, b3, "gelu")))
-        row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients_(d, c, g, b2, b3, "gelu")))
+        (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
+        sums = torch.empty(grid[1], 2, F, device="cuda")
+        forward = partial(gate._gate_kernel[grid], c, *given, ACTIVATION="gelu", **options)
+        backward = partial(gate._gate_backward_kernel[grid], d, c, p, sums, *given, ACTIVATION="gelu", **options)
+        row(f"gate forward {name}", milliseconds(forward))
+        row(f"gate backward {name}", milliseconds(backward))
     gate._TILE = chosen
-    p = draw(tokens, F)
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
 
