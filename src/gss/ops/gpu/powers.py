@@ -15,16 +15,6 @@ def packed_rows(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(rows, width, dtype=torch.float16), like.new_empty(rows, dtype=torch.float32)
 
 
-def pack_modes(weights: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of pairs [R, N, 2] times a complex `factor` [N, 2] in float64: real parts, then negated imaginary parts,
-    [R, 2N] in float16 over each row's largest; and the largest [R].
-    """
-    rows, modes, _ = weights.shape
-    packed, scale = packed_rows(rows, 2 * modes, weights)
-    _pack_modes_kernel[(rows,)](weights, factor, packed, scale, modes, BN=triton.next_power_of_2(modes), num_warps=4)
-    return packed, scale
-
-
 def table_of(pairs: Tensor, length: int) -> Tensor:
     """exp(log_a)^k for k < length from the pairs [N, 2] of log_a in float64: real parts over imaginary ones, [2N, L]
     float16.
@@ -93,14 +83,3 @@ def pack_row(packed, scale, row, re, im, n, mask, MODES: tl.constexpr):
     tl.store(at, (re / largest).to(tl.float16), mask=mask)
     tl.store(at + MODES, (im / largest).to(tl.float16), mask=mask)
     tl.store(scale + row, largest)
-
-
-@triton.jit
-def _pack_modes_kernel(weights, factor, packed, scale, MODES: tl.constexpr, BN: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BN)
-    mask = n < MODES
-    re, im = load_pair(weights + (row * MODES + n) * 2, mask)
-    f_re, f_im = load_pair(factor + n * 2, mask)
-    re, im = times(re, im, f_re.to(tl.float32), f_im.to(tl.float32))
-    pack_row(packed, scale, row, re, -im, n, mask, MODES)
