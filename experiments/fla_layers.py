@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gss.choices import LAYERS, LayerKind
+from gss.choices import LAYERS
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, norm
 from gss.nn.state import LayerState, SequenceLayer, Slot
@@ -23,8 +23,8 @@ PEERS = {
 
 def register() -> None:
     """Let patterns name these layers."""
-    LAYERS["mamba2"] = LayerKind(f"{__name__}.Mamba2Layer")
-    LAYERS["gated-deltanet"] = LayerKind(f"{__name__}.GatedDeltaNetLayer")
+    LAYERS["mamba2"] = f"{__name__}.Mamba2Layer"
+    LAYERS["gated-deltanet"] = f"{__name__}.GatedDeltaNetLayer"
 
 
 class _Peer(SequenceLayer):

@@ -10,7 +10,7 @@ import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,25 +119,19 @@ DISCRETIZATIONS: "dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]" 
 }
 
 
-class LayerKind(NamedTuple):
-    """A kind of layer: the class that makes it from a `ModelConfig`."""
-
-    path: str
-    dropout: bool = False
-    """Whether it supports dropout; the paper's own layers are trained without."""
-
-
-LAYERS: dict[str, LayerKind] = {
-    "gss": LayerKind("gss.nn.gss.GSSLayer"),
-    "gss2": LayerKind("gss.nn.gss2.GSS2Layer"),
-    "dss": LayerKind("gss.nn.dss.DSSBlock"),
-    "attention": LayerKind("gss.nn.attention.TransformerBlock"),
-    "slide": LayerKind("gss.nn.window_attention.SlideLayer", dropout=True),
-    "xl": LayerKind("gss.nn.window_attention.XLLayer", dropout=True),
-    "recurrent": LayerKind("gss.nn.block_recurrent.RecurrentLayer", dropout=True),
-    "feedback": LayerKind("gss.nn.block_recurrent.FeedbackLayer", dropout=True),
+LAYERS: dict[str, str] = {
+    "gss": "gss.nn.gss.GSSLayer",
+    "gss2": "gss.nn.gss2.GSS2Layer",
+    "dss": "gss.nn.dss.DSSBlock",
+    "attention": "gss.nn.attention.TransformerBlock",
+    "slide": "gss.nn.window_attention.SlideLayer",
+    "xl": "gss.nn.window_attention.XLLayer",
+    "recurrent": "gss.nn.block_recurrent.RecurrentLayer",
+    "feedback": "gss.nn.block_recurrent.FeedbackLayer",
 }
-"""The kinds of layers that a model's pattern may name."""
+"""The kinds of layers that a model's pattern may name: each a class, which is made from a `ModelConfig`."""
+WITH_DROPOUT = {"slide", "xl", "recurrent", "feedback"}
+"""The kinds that support dropout; the paper's own layers are trained without."""
 
 
 def load(path: str) -> Any:

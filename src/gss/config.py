@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, Checked, chosen, limited, nearest
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, WITH_DROPOUT, Checked, chosen, limited, nearest
 
 Config = TypeVar("Config")
 
@@ -190,7 +190,7 @@ class ModelConfig(Checked):
                 f"recurrent.block is {self.recurrent.block}, outside the stack of "
                 f"recurrent.blocks = {self.recurrent.blocks}: choose one from 1 to {self.recurrent.blocks}"
             )
-        without = [kind for kind in self.kinds if not LAYERS[kind].dropout]
+        without = [kind for kind in self.kinds if kind not in WITH_DROPOUT]
         if self.dropout and without:
             raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:

@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
 
 def build_layer(kind: str, config: ModelConfig) -> SequenceLayer:
     """A layer of a kind that `gss.choices.LAYERS` lists."""
-    layer: SequenceLayer = load(LAYERS[kind].path)(config)
+    layer: SequenceLayer = load(LAYERS[kind])(config)
     return layer
 
 

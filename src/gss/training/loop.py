@@ -28,11 +28,12 @@ from gss.training import snapshot, start
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
-from gss.training.progress import Progress, cpu_rate, matmul_rate, open_boards, perplexity
+from gss.training.progress import Progress, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
 _VALIDATION = "valid"
+_CPU_FLOPS = 1.5e10  # per second and thread: a rough estimate, for a warning
 BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
 
 
@@ -249,7 +250,8 @@ class _Run:
         if config.report.evaluate_every and self.validation is None:
             self.progress.note(f"the data has no split {_VALIDATION!r}: nothing will be evaluated on the way")
         if world.device.type == "cpu":
-            days = (config.steps - self.step) * config.batch_tokens * self._flops / world.size / cpu_rate() / 86400
+            flops = (config.steps - self.step) * config.batch_tokens * self._flops / world.size
+            days = flops / (_CPU_FLOPS * torch.get_num_threads()) / 86400
             if days > 1:
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "

@@ -154,11 +154,6 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def cpu_rate() -> float:
-    """A rough estimate of the FLOP/s of training on this CPU, for warnings."""
-    return 1.5e10 * torch.get_num_threads()
-
-
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
     """FLOP/s of a large matrix product on this GPU, which MFU refers to; None on a CPU, where it means little.
 
