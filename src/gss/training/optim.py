@@ -25,13 +25,17 @@ STATE_SPACE, DECAYED, TABLE, UNDECAYED, EMBEDDING = "state_space", "decayed", "t
 
 def group_of_parameters(model: nn.Module) -> dict[str, str]:
     """The group of every parameter, by the parameter's name."""
-    groups = {name: TABLE if each.ndim > 1 else UNDECAYED for name, each in model.named_parameters()}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path):
-            if isinstance(module, StateSpace | nn.Embedding):
-                groups[name] = STATE_SPACE if isinstance(module, StateSpace) else EMBEDDING
-            elif isinstance(module, nn.Linear) and parameter.ndim > 1:
-                groups[name] = DECAYED
+    owners = {  # by identity: a tied parameter has several names
+        id(parameter): group
+        for module in model.modules()
+        for kind, group in ((StateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING), (nn.Linear, DECAYED))
+        if isinstance(module, kind)
+        for parameter in module.parameters()
+    }
+    groups = {}
+    for name, parameter in model.named_parameters():
+        owner = owners.get(id(parameter), TABLE)
+        groups[name] = owner if owner in (STATE_SPACE, EMBEDDING) or parameter.ndim > 1 else UNDECAYED
     return groups
 
 
