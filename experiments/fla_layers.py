@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gss.choices import LAYERS, LayerKind
+from gss.choices import LAYERS
 from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.state import LayerState, SequenceLayer, Slot
@@ -27,8 +27,8 @@ PEERS = {
 
 def register() -> None:
     """Let patterns name these layers."""
-    LAYERS["mamba2"] = LayerKind(f"{__name__}.Mamba2Layer")
-    LAYERS["gated-deltanet"] = LayerKind(f"{__name__}.GatedDeltaNetLayer")
+    LAYERS["mamba2"] = f"{__name__}.Mamba2Layer"
+    LAYERS["gated-deltanet"] = f"{__name__}.GatedDeltaNetLayer"
 
 
 class _Peer(SequenceLayer):

@@ -8,6 +8,7 @@ Sizes are those of the `gss` preset. Times are medians by CUDA events; the table
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def convolution(batch: int, length: int) -> None:
     u = torch.randn(batch, H, length, device="cuda").bfloat16()
     g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
     size = fft.row_length(length)
-    chosen = fft.CONVOLVE, fft.CORRELATE
+    chosen = fft.OPTIONS
     taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
     spectrum = fft.spectrum(taps)
     count = length // size
@@ -67,13 +68,13 @@ def convolution(batch: int, length: int) -> None:
         {"SLICE": 16, "num_stages": 2, "maxnreg": 128},
         {"SLICE": 64, "num_stages": 1},
     ):
-        fft.CONVOLVE = fft.CORRELATE = options
+        fft.OPTIONS = options
         try:
             row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
             row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
         except Exception as problem:  # a shape that does not fit is one result among others
             print(options, repr(problem)[:200])
-    fft.CONVOLVE, fft.CORRELATE = chosen
+    fft.OPTIONS = chosen
     row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
     row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(spectrum[0])))
 
@@ -123,15 +124,18 @@ def gates(tokens: int) -> None:
     row("gate: error", error(out, expected), "relative")
     for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
-    c, d = draw(tokens, F), draw(tokens, F)
+    c, d, p = draw(tokens, F), draw(tokens, F), draw(tokens, F)
     chosen = gate._TILE
     for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
         gate._TILE = {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}
         name = f"{bm}x{bn}, {steps} steps, {warps} warps"
-        row(f"gate forward {name}", milliseconds(lambda: gate.gate_product_(c, g, b2, b3, "gelu")))
-        row(f"gate backward {name}", milliseconds(lambda: gate.gate_gradients_(d, c, g, b2, b3, "gelu")))
+        (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
+        sums = torch.empty(grid[1], 2, F, device="cuda")
+        forward = partial(gate._gate_kernel[grid], c, *given, ACTIVATION="gelu", **options)
+        backward = partial(gate._gate_backward_kernel[grid], d, c, p, sums, *given, ACTIVATION="gelu", **options)
+        row(f"gate forward {name}", milliseconds(forward))
+        row(f"gate backward {name}", milliseconds(backward))
     gate._TILE = chosen
-    p = draw(tokens, F)
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
 

@@ -22,19 +22,12 @@ __version__ = "0.1.0"
 
 # What needs torch is imported on first use, so that `import gss` and `gss --help` stay quick.
 _LAZY = {
-    "LM": "gss.lm",
-    "Evaluation": "gss.evaluation",
-    "LanguageModel": "gss.model",
+    **dict.fromkeys(("Evaluation", "evaluate"), "gss.evaluation"),
+    **dict.fromkeys(("load_state", "save_state"), "gss.io.states"),
+    **dict.fromkeys(("LM", "Score", "load"), "gss.lm"),
+    **dict.fromkeys(("LanguageModel", "build_model"), "gss.model"),
+    **dict.fromkeys(("TrainConfig", "TrainResult", "train"), "gss.training"),
     "ModelState": "gss.nn.state",
-    "Score": "gss.lm",
-    "TrainConfig": "gss.training",
-    "TrainResult": "gss.training",
-    "build_model": "gss.model",
-    "evaluate": "gss.evaluation",
-    "load": "gss.lm",
-    "load_state": "gss.io.states",
-    "save_state": "gss.io.states",
-    "train": "gss.training",
 }
 
 __all__ = [

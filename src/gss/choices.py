@@ -9,8 +9,8 @@ import importlib
 import operator
 import typing
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import Field, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,43 +50,45 @@ def choices_of(each: Field[Any], kind: Any) -> Collection[str]:
     return each.metadata.get("choices") or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
 
 
-def check_fields(config: Any, prefix: str = "") -> None:
-    """Refuse a value outside its field's limits, or not among the choices of its field or type."""
-    hints = typing.get_type_hints(type(config))
-    for each in fields(config):
-        name, kind, given = each.name, hints[each.name], getattr(config, each.name)
-        limits = each.metadata.get("limits", {})
-        if limits and not (given is None and type(None) in typing.get_args(kind)):
-            if int in (kind, *typing.get_args(kind)) and type(given) is not int:
-                raise ValueError(f"{prefix}{name} must be a whole number, not {given!r}")
-            if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
-                said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
-                raise ValueError(f"{prefix}{name} must be {said}, not {given!r}")
-        choices = choices_of(each, kind)
-        for value in given if typing.get_origin(kind) is tuple else (given,):
-            if choices and value not in choices:
-                raise ValueError(f"{prefix}{name} cannot be {value!r}; choose from: {', '.join(choices)}")
+@dataclass(frozen=True)
+class Checked:
+    """A configuration that refuses a value outside its field's limits, or not among the choices of its field or type.
+
+    Errors name fields with `prefix` in front.
+    """
+
+    prefix = ""  # without a type: it is no field
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for each in fields(self):
+            name, kind, given = self.prefix + each.name, hints[each.name], getattr(self, each.name)
+            limits = each.metadata.get("limits", {})
+            if limits and not (given is None and type(None) in typing.get_args(kind)):
+                if int in (kind, *typing.get_args(kind)) and type(given) is not int:
+                    raise ValueError(f"{name} must be a whole number, not {given!r}")
+                if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
+                    said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
+                    raise ValueError(f"{name} must be {said}, not {given!r}")
+            choices = choices_of(each, kind)
+            for value in given if typing.get_origin(kind) is tuple else (given,):
+                if choices and value not in choices:
+                    raise ValueError(f"{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 
 
 # Activations: elementwise functions. A GPU kernel that lacks one leaves it to PyTorch.
 
 
-def _gelu(x: "Tensor") -> "Tensor":
-    from torch.nn.functional import gelu
+def _functional() -> Any:
+    import torch.nn.functional as F
 
-    return gelu(x)
-
-
-def _swish(x: "Tensor") -> "Tensor":
-    from torch.nn.functional import silu
-
-    return silu(x)
+    return F
 
 
 ACTIVATIONS: "dict[str, Callable[[Tensor], Tensor]]" = {
-    "gelu": _gelu,
+    "gelu": lambda x: _functional().gelu(x),
     "relu2": lambda x: x.relu().square(),
-    "swish": _swish,
+    "swish": lambda x: _functional().silu(x),
     "relu": lambda x: x.relu(),
 }
 
@@ -117,25 +119,19 @@ DISCRETIZATIONS: "dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]" 
 }
 
 
-class LayerKind(NamedTuple):
-    """A kind of layer: the class that makes it from a `ModelConfig`."""
-
-    path: str
-    dropout: bool = False
-    """Whether it supports dropout; the paper's own layers are trained without."""
-
-
-LAYERS: dict[str, LayerKind] = {
-    "gss": LayerKind("gss.nn.gss.GSSLayer"),
-    "gss2": LayerKind("gss.nn.gss2.GSS2Layer"),
-    "dss": LayerKind("gss.nn.dss.DSSBlock"),
-    "attention": LayerKind("gss.nn.attention.TransformerBlock"),
-    "slide": LayerKind("gss.nn.window_attention.SlideLayer", dropout=True),
-    "xl": LayerKind("gss.nn.window_attention.XLLayer", dropout=True),
-    "recurrent": LayerKind("gss.nn.block_recurrent.RecurrentLayer", dropout=True),
-    "feedback": LayerKind("gss.nn.block_recurrent.FeedbackLayer", dropout=True),
+LAYERS: dict[str, str] = {
+    "gss": "gss.nn.gss.GSSLayer",
+    "gss2": "gss.nn.gss2.GSS2Layer",
+    "dss": "gss.nn.dss.DSSBlock",
+    "attention": "gss.nn.attention.TransformerBlock",
+    "slide": "gss.nn.window_attention.SlideLayer",
+    "xl": "gss.nn.window_attention.XLLayer",
+    "recurrent": "gss.nn.block_recurrent.RecurrentLayer",
+    "feedback": "gss.nn.block_recurrent.FeedbackLayer",
 }
-"""The kinds of layers that a model's pattern may name."""
+"""The kinds of layers that a model's pattern may name: each a class, which is made from a `ModelConfig`."""
+WITH_DROPOUT = {"slide", "xl", "recurrent", "feedback"}
+"""The kinds that support dropout; the paper's own layers are trained without."""
 
 
 def load(path: str) -> Any:

@@ -4,22 +4,23 @@ A configuration comes from a preset, a TOML file, a dictionary or `key=value` ov
 imports no torch, so that commands can check their arguments at once.
 """
 
+import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, check_fields, chosen, limited, nearest
+from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, WITH_DROPOUT, Checked, chosen, limited, nearest
 
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateSpaceConfig:
+class StateSpaceConfig(Checked):
     """A diagonal state space: its size, its discretization and its initialization.
 
     >>> gss.StateSpaceConfig(modes=64).modes
@@ -49,7 +50,7 @@ class StateSpaceConfig:
     mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("decay_range", "frequency_range", "step_range"):
             bounds = getattr(self, name)
             if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf):
@@ -57,7 +58,7 @@ class StateSpaceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Checked):
     """Self-attention of a Transformer block.
 
     >>> gss.AttentionConfig(heads=4, chunk=512).chunk
@@ -81,13 +82,13 @@ class AttentionConfig:
     """Whether an attention layer normalizes queries and keys per head, with the model's norm and one learned scale."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.chunk is not None and self.sliding is not None:
             raise ValueError("attention is on chunks or on a sliding window: set attention.chunk or attention.sliding")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixStateConfig:
+class MatrixStateConfig(Checked):
     """The matrix state of GSS2 layers: `state_space.modes` complex modes × `value_width` values per head."""
 
     heads: int = limited(8, ge=1)
@@ -101,13 +102,13 @@ class MatrixStateConfig:
     √(2/T), so that next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not math.isfinite(self.skip):
             raise ValueError(f"skip must be a finite number, not {self.skip!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class RecurrentConfig(Checked):
     """The recurrent state of recurrent and feedback layers; its window is the attention's."""
 
     vectors: int = limited(512, ge=1)
@@ -121,12 +122,9 @@ class RecurrentConfig:
     block: int = limited(10, ge=1)
     """Which of a feedback layer's blocks writes the state, counted from 1."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """A language model: embedding, the layers of `pattern`, a norm, and the embedding again as the head.
 
     >>> gss.ModelConfig(pattern=("gss", "attention"), depth=4, width=256).layers
@@ -184,7 +182,7 @@ class ModelConfig:
     """The recurrent state of recurrent and feedback layers."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.pattern:
             raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
         if self.recurrent.block > self.recurrent.blocks:
@@ -192,7 +190,7 @@ class ModelConfig:
                 f"recurrent.block is {self.recurrent.block}, outside the stack of "
                 f"recurrent.blocks = {self.recurrent.blocks}: choose one from 1 to {self.recurrent.blocks}"
             )
-        without = [kind for kind in self.kinds if not LAYERS[kind].dropout]
+        without = [kind for kind in self.kinds if kind not in WITH_DROPOUT]
         if self.dropout and without:
             raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:
@@ -252,7 +250,8 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if name not in kinds:
-            raise ValueError(f"{type(config).__name__} has no field {name!r}{nearest(key, kinds, _dotted(config))}")
+            near = nearest(key, kinds, flattened(asdict(config)))
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{near}")
         current = getattr(config, name)
         if is_dataclass(current) and not isinstance(value, type(current)):
             own = {rest: value} if rest else value
@@ -270,13 +269,6 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **changes)
 
 
-def _dotted(config: Any) -> Iterator[str]:
-    """The names of all settings in a config, with dots for nested ones."""
-    for each in fields(config):
-        value = getattr(config, each.name)
-        yield from (f"{each.name}.{name}" for name in _dotted(value)) if is_dataclass(value) else (each.name,)
-
-
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     """`key=value` strings as a mapping; values in TOML's syntax (512, 1e-3, true, [1, 2], "text"), else as text."""
     values: dict[str, Any] = {}
@@ -292,14 +284,17 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The config as plain data, ready for JSON: the inverse of `from_mapping`."""
-    return _plain(asdict(config))
+    """The config as plain data, as JSON gives it back: the inverse of `from_mapping`."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return values
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:

@@ -229,9 +229,7 @@ class _Tally:
 
     def __init__(self, documents: int, longest: int) -> None:
         self.by_document = torch.zeros(documents, dtype=torch.float64)
-        bins = longest.bit_length() + 1
-        self.position_sums = torch.zeros(bins, dtype=torch.float64)
-        self.position_counts = torch.zeros(bins, dtype=torch.int64)
+        self.by_position = torch.zeros(2, longest.bit_length() + 1, dtype=torch.float64)  # losses, targets
 
     def add(self, batch: list[Window], part: ScoredPiece) -> None:
         losses = -part.log_probability
@@ -239,8 +237,7 @@ class _Tally:
         self.by_document.index_add_(0, document, losses.sum(1))
         position = torch.arange(part.first, part.first + losses.shape[1])
         bins = torch.ceil(torch.log2(position.double() + 1)).long()
-        self.position_sums.index_add_(0, bins, losses.sum(0))
-        self.position_counts.index_add_(0, bins, part.counted.sum(0))
+        self.by_position.index_add_(1, bins, torch.stack([losses.sum(0), part.counted.sum(0).double()]))
 
     def result(self, length: int | None, counts: list[int], dataset: Dataset) -> LengthResult:
         tokens = sum(counts)
@@ -263,10 +260,10 @@ class _Tally:
         )
 
     def _positions(self) -> Iterator[PositionLoss]:
-        for index, count in enumerate(self.position_counts.tolist()):
+        for index, (loss, count) in enumerate(self.by_position.T.tolist()):
             if count:
                 start = 1 << (index - 1) if index else 0
-                yield PositionLoss(start, max(1, 2 * start), count, self.position_sums[index].item() / count)
+                yield PositionLoss(start, max(1, 2 * start), int(count), loss / count)
 
 
 def standard_error(nats: Any, counts: Any) -> float:

@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
 
 def build_layer(kind: str, config: ModelConfig) -> SequenceLayer:
     """A layer of a kind that `gss.choices.LAYERS` lists."""
-    layer: SequenceLayer = load(LAYERS[kind].path)(config)
+    layer: SequenceLayer = load(LAYERS[kind])(config)
     return layer
 
 
@@ -183,8 +183,7 @@ def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
     >>> model.bounded_state
     True
     """
-    if seed is None:
-        return LanguageModel(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         return LanguageModel(config)

@@ -34,11 +34,6 @@ class Rows(NamedTuple):
     context: Context | None = None
     """The ranks among which each piece is divided; all of them have these same rows."""
 
-    @property
-    def own_targets(self) -> tuple[Tensor, Tensor]:
-        """This rank's targets, and which of them count."""
-        return (self.context.own(self.targets), self.context.own(self.mask)) if self.context else self[1:3]
-
     def split(self, length: int) -> list["Rows"]:
         """The rows cut into pieces of `length` tokens; the last may be shorter."""
         if self.starts is not None:
@@ -57,7 +52,8 @@ class LossModule(nn.Module):
     def forward(self, rows: Rows, state: ModelState | None, keep: bool) -> tuple[Tensor, ModelState | None]:
         """The summed loss of the counted targets, and the state after the tokens if it is to be kept."""
         hidden, after = self.model.hidden(rows.tokens, state, keep, rows.starts, rows.context)
-        return next_token_loss(self.model.logits, self.model.embedding.weight, hidden, *rows.own_targets), after
+        targets, mask = (rows.context.own(each) if rows.context else each for each in (rows.targets, rows.mask))
+        return next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, mask), after
 
 
 def backward(
@@ -77,9 +73,8 @@ def backward(
     `piece_tokens` tokens of each row and of the L ÷ `piece_tokens` states between pieces.
 
     mask          [B, L], which targets count (None: all)
-    state         what the rows go on from, as in a call of the model; where its tensors require gradients, they get
-                  them too
-    keep_state    whether to return the state after the tokens, detached, and not None
+    state         the state that the rows continue from; its tensors get gradients too, where they require them
+    keep_state    whether to return the state after the tokens, detached; otherwise None is returned
     count         what the summed loss is divided by (None: the number of targets that count)
     starts        [B, L], the first tokens of documents in packed rows, which are read in one piece, without a state
     context       the ranks among which each piece is divided. All of them give the same rows; the loss and the
@@ -132,8 +127,8 @@ def accumulate(
         received: _Gradients = {}
         for i in reversed(range(len(pieces))):
             came_from, last = before.pop(), i == len(pieces) - 1
-            if i and came_from is not None:
-                came_from = _leaf(came_from)
+            if i and came_from is not None:  # the start of a graph, whose tensors receive gradients
+                came_from = came_from.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
             with around(i == 0):
                 _draw_as(seed, i)
                 loss, left = _back(module, pieces[i], came_from, keep_state or not last, scale, received)
@@ -168,7 +163,7 @@ def _back(
 def _states_before(
     model: LanguageModel, pieces: list[Rows], state: ModelState | None, seed: int | None
 ) -> list[ModelState]:
-    """The states that all pieces but the first go on from."""
+    """The states that all pieces but the first continue from."""
     states: list[ModelState] = []
     for i, piece in enumerate(pieces[:-1]):
         _draw_as(seed, i)
@@ -176,7 +171,7 @@ def _states_before(
         assert state is not None
         state = state.map(_own)
         states.append(state)
-        # Autocast would go on with the casts of weights that were made here, which have no gradient.
+        # Autocast would reuse the casts of weights that were made here, which have no gradient.
         torch.clear_autocast_cache()
     return states
 
@@ -191,8 +186,3 @@ def _own(tensor: Tensor) -> Tensor:
     """The values alone: without the graph, and without the rest of a piece's memory that they may be a view of."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _leaf(state: ModelState) -> ModelState:
-    """The state as the start of a graph, whose tensors receive gradients."""
-    return state.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))

@@ -59,6 +59,7 @@ _FEEDBACK_LSTM = _with(_FEEDBACK, "recurrent.gate=lstm recurrent.layout=single")
 _SMALL = "width=512 depth=9 gate_width=2048 channels=128 feedforward_width=2048"
 _TINY = "vocab_size=257 width=128 depth=4 gate_width=512 channels=32 feedforward_width=512 attention.heads=4"
 _GSS_SMALL, _GSS_TINY = f"{_SMALL} depth=12 state_space.modes=256", f"{_TINY} state_space.modes=64"
+_L_SMALL = f"{_GSS_SMALL} depth=24"
 _LLAMA_SMALL, _LLAMA_TINY = f"{_SMALL} feedforward_width=1408 attention.heads=8", f"{_TINY} feedforward_width=352"
 _GSS2_SMALL = f"{_LLAMA_SMALL} matrix_state.heads=4"
 _GSS2_TINY = f"{_LLAMA_TINY} matrix_state.heads=4 matrix_state.value_width=32 state_space.modes=16 attention.sliding=64"
@@ -90,10 +91,10 @@ _TABLE: dict[str, tuple[ModelConfig, str, str]] = {
     "xl": (_XL, "", "Transformer with Transformer-XL's cache, windows of 2,048"),
     "gss-small": (_GSS, _GSS_SMALL, "GSS, 46M parameters"),
     "gss-hybrid-small": (_HYBRID, _GSS_SMALL, "GSS with attention at layers 2, 6, 10, 48M parameters"),
-    "gss-l-small": (_GSS, f"{_GSS_SMALL} depth=24", "GSS-L: twice the layers of gss-small, 76M parameters"),
+    "gss-l-small": (_GSS, _L_SMALL, "GSS-L: twice the layers of gss-small, 76M parameters"),
     "gss-hybrid-l-small": (
         _HYBRID,
-        f"{_GSS_SMALL} depth=24",
+        _L_SMALL,
         "GSS-Hybrid-L: attention at layers 2, 6, …, 22 of 24, 80M parameters",
     ),
     "dss-small": (_DSS, f"{_SMALL} state_space.modes=64", "DSS, 46M parameters"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from gss.choices import check_fields
+from gss.choices import Checked
 
 _Limits = dict[str, float] | None
 
@@ -27,7 +27,7 @@ def _option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Checked):
     """How the next token is drawn. The defaults sample from the model as it is."""
 
     temperature: float = _option(
@@ -45,9 +45,6 @@ class Sampling:
     repetition_penalty: float = _option(
         1.0, "Over 1: tokens that have occurred become less likely.", {"ge": 0.01, "le": 100}, gt=0
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -61,7 +61,7 @@ def score_sequences(
 ) -> Iterator[ScoredPiece]:
     """Score every id of some sequences but the first, by those before it; longest sequences first.
 
-    `skip` says for each sequence how many targets are read and not asked for; `state` is what the first ids go on from.
+    `skip` says for each sequence how many targets are read but not scored; the first ids continue from `state`.
     The ranks of a `context` read a piece each at the same time, and all get all scores; what is left at the end, less
     than a piece for each, they all read.
     """

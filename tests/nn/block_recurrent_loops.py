@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from gss.nn.block_recurrent import LSTMGate, RecurrentStack, StateCell
+from gss.nn.block_recurrent import LSTMGate, RecurrentLayer, StateCell
 from gss.nn.window_attention import WindowBlock
 
 
@@ -129,7 +129,7 @@ def gated(cell: StateCell, vector: Tensor, attended: Tensor) -> Tensor:
     return keep * vector + (1 - keep) * proposed
 
 
-def stack(layer: RecurrentStack, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def stack(layer: RecurrentLayer, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Outputs [L, E] for one row x [L, E] from its start, and the vectors after it."""
     window = layer.window
     loops = [BlockLoop(block) for block in layer.blocks]

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import gss
-from gss.nn.block_recurrent import RecurrentStack
+from gss.nn.block_recurrent import RecurrentLayer
 from gss.nn.state import LayerState
 from tests.comparing import relative_error
 from tests.conftest import small_config
@@ -23,14 +23,14 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-def stack(family: str, **overrides: object) -> RecurrentStack:
+def stack(family: str, **overrides: object) -> RecurrentLayer:
     torch.manual_seed(0)
     layer = gss.build_model(small_config(family, **overrides)).layers[-1]
-    assert isinstance(layer, RecurrentStack)
+    assert isinstance(layer, RecurrentLayer)
     return layer
 
 
-def piece(layer: RecurrentStack, rows: int, length: int) -> tuple[Tensor, LayerState]:
+def piece(layer: RecurrentLayer, rows: int, length: int) -> tuple[Tensor, LayerState]:
     """Tokens as from a layer below, and a state: the first row's is a start, the others have read two windows."""
     dtype = layer.cell.initial.dtype
     with torch.no_grad():
@@ -40,7 +40,7 @@ def piece(layer: RecurrentStack, rows: int, length: int) -> tuple[Tensor, LayerS
     return x, {name: tensor.index_fill(0, first, 0) for name, tensor in state.items()}
 
 
-def run(layer: RecurrentStack, x: Tensor, state: LayerState, recompute: bool = False) -> dict[str, Tensor]:
+def run(layer: RecurrentLayer, x: Tensor, state: LayerState, recompute: bool = False) -> dict[str, Tensor]:
     """Outputs, the state after and gradients."""
     layer.zero_grad()
     y, after = checkpoint(layer, x, state, use_reentrant=False) if recompute else layer(x, state)

@@ -62,6 +62,4 @@ def test_groups_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_powers_keep_their_phase_in_float32() -> None:
     log_a = torch.complex(torch.full((1, 4), -1e-6), torch.tensor([[0.1, 3.0, 20.0, 5e3]])).to(torch.complex128)
     count = 70_001
-    real, imag = powers(log_a, count, torch.float32).unbind(-3)
-    exact = vandermonde(log_a, count)
-    assert (torch.complex(real, imag) - exact).abs().max() < 1e-6
+    assert (powers(log_a, count, torch.float32) - vandermonde(log_a, count)).abs().max() < 1e-6

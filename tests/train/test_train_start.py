@@ -113,7 +113,7 @@ def test_the_gradient_of_a_tuned_state(family: str) -> None:
     state = model.initial_state(1).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
     model.start_from(state)
     assert model.first is not None
-    model.first.learned()
+    model.first.learn()
 
     def nats(logits: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

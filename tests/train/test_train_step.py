@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from train_runs import FAMILIES, SMALL_MODEL, small_config
 
-from gss.data import Batch, Dataset, Lanes, Packed, Segments, as_tensors, dataset_from_arrays, open_dataset
+from gss.data import Batch, Dataset, Segments, as_tensors, dataset_from_arrays, open_dataset
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
 from gss.presets import PRESETS, preset
@@ -98,22 +97,24 @@ def test_compiled_layers_change_nothing_but_rounding(corpus: Path, family: str) 
         assert _losses(small_config(family, compile=True, **settings), dataset, 4) == pytest.approx(plain, abs=1e-5)
 
 
-def _document_losses(stepper: Stepper, documents: Sequence[np.ndarray], eos: int) -> list[Tensor]:
-    """The loss of every token of every document, each read alone and whole."""
-    losses = []
-    for document in documents:
-        tokens = torch.tensor([[eos, *document]])
-        targets = torch.tensor([*document, eos])
-        with torch.no_grad():
-            logits, _ = stepper.model(tokens)
-        losses.append(torch.nn.functional.cross_entropy(logits[0], targets, reduction="none"))
-    return losses
-
-
-def _synthetic(lengths: Sequence[int]) -> tuple[Dataset, list[np.ndarray]]:
+def _assert_documents_are_read_alone(config: TrainConfig, lengths: Sequence[int]) -> None:
+    """The losses of an epoch sum up to those of the documents, each read alone and whole."""
     draw = np.random.default_rng(0)
-    documents = [draw.integers(0, 256, length) for length in lengths]
-    return dataset_from_arrays([d.tolist() for d in documents], vocab_size=257, eos_id=256), documents
+    documents = [draw.integers(0, 256, length).tolist() for length in lengths]
+    stepper = _stepper(config, torch.float64)
+    whole = 0.0
+    for document in documents:
+        with torch.no_grad():
+            logits, _ = stepper.model(torch.tensor([[256, *document]]))
+        targets = torch.tensor([*document, 256])
+        whole += torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum").item()
+    dataset = dataset_from_arrays(documents, vocab_size=257, eos_id=256)
+    batches = BATCHINGS[config.batching](dataset, config.length, config.rows)
+    total = 0.0
+    for step in range(batches.steps_per_epoch):
+        result = stepper.step(as_tensors(batches.batch(step)), step)
+        total += result.loss.item() * int(result.targets)
+    assert total == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
@@ -121,30 +122,14 @@ def _synthetic(lengths: Sequence[int]) -> tuple[Dataset, list[np.ndarray]]:
 def test_lanes_read_documents_whole(family: str, micro_rows: int) -> None:
     """Over an epoch in lanes every token has the loss that it has in its whole document, and none is affected by
     the document before it in its lane."""
-    dataset, documents = _synthetic([100, 40, 33, 90, 7])
     config = small_config(family, batching="lanes", batch_tokens=64, micro_batch_tokens=32 * micro_rows, **STILL)
-    stepper = _stepper(config, torch.float64)
-    whole = torch.cat(_document_losses(stepper, documents, 256)).sum().item()
-    lanes = Lanes(dataset, config.length, config.rows)
-    total = 0.0
-    for step in range(lanes.steps_per_epoch):
-        result = stepper.step(as_tensors(lanes.batch(step)), step)
-        total += result.loss.item() * int(result.targets)
-    assert total == pytest.approx(whole, rel=1e-9)
+    _assert_documents_are_read_alone(config, [100, 40, 33, 90, 7])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_read_apart(family: str) -> None:
-    dataset, documents = _synthetic([10, 20, 5, 31, 12, 12])
     config = small_config(family, batching="packed", batch_tokens=128, **STILL)
-    stepper = _stepper(config, torch.float64)
-    whole = torch.cat(_document_losses(stepper, documents, 256)).sum().item()
-    packed = Packed(dataset, config.length, config.rows)
-    total = 0.0
-    for step in range(packed.steps_per_epoch):
-        result = stepper.step(as_tensors(packed.batch(step)), step)
-        total += result.loss.item() * int(result.targets)
-    assert total == pytest.approx(whole, rel=1e-9)
+    _assert_documents_are_read_alone(config, [10, 20, 5, 31, 12, 12])
 
 
 def test_lanes_of_a_model_whose_state_grows_are_refused() -> None:

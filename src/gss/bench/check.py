@@ -46,8 +46,7 @@ def check_training(config: ModelConfig, device: torch.device, length: int) -> li
     # One small parameter's gradient may be all wrong and be lost in the sum; alone it is allowed more noise.
     names = (name for name, _ in model.named_parameters())
     for name, ours, reference, truth in zip(names, measured[1:], plain[1:], exact[1:], strict=True):
-        own, usual = (joint_error([each], [truth]) for each in (ours, reference))
-        _demand(f"the gradient of {name}", own, usual, max(0.1, 4 * usual))
+        checked("", f"the gradient of {name}", [ours], [reference], [truth], least=0.1, factor=4)
     found = []
     for what, part in (("loss", slice(0, 1)), ("gradients", slice(1, None))):
         three = (result[part] for result in (measured, plain, exact))
@@ -98,22 +97,17 @@ def check_decoding(model: LanguageModel, name: str) -> Figure:
     return checked(name, "decoded logits", [stepped], [plain], [exact])
 
 
-def checked(
-    name: str, what: str, measured: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
-) -> Figure:
-    """The error of what was measured, refused where it is too large for its precision, which `plain` has too."""
+def checked(name: str, what: str, *results: Sequence[Tensor], least: float | None = None, factor: float = 3) -> Figure:
+    """The error of what was measured, refused where it is too large for its precision: over `least` and `factor` times
+    that of plain PyTorch. The results are those measured, plain ones of the same precision, and exact ones."""
+    measured, plain, exact = results
     own, usual = joint_error(measured, exact), joint_error(plain, exact)
-    limit = max(BF16_LIMIT if measured[0].is_cuda else FLOAT32_LIMIT, 3 * usual)
-    _demand(what, own, usual, limit)
-    return Figure(name, own, "relative error", limit, f"plain {usual:.1e}")
-
-
-def _demand(what: str, error: float, plain: float, limit: float) -> None:
-    if not error <= limit:
+    limit = max(least or (BF16_LIMIT if measured[0].is_cuda else FLOAT32_LIMIT), factor * usual)
+    if not own <= limit:
         raise ValueError(
-            f"{what}: {error:.1e} away from float64 (plain paths: {plain:.1e}, limit {limit:.1e}), so nothing is "
-            "reported"
+            f"{what}: {own:.1e} away from float64 (plain paths: {usual:.1e}, limit {limit:.1e}), so nothing is reported"
         )
+    return Figure(name, own, "relative error", limit, f"plain {usual:.1e}")
 
 
 def joint_error(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

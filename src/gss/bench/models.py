@@ -140,8 +140,7 @@ def bench_decode(
     rounds = {shape: decoding_round(model, *shape) for shape in shapes}
     seconds = median_seconds({shape: run for shape, (run, _) in rounds.items()}, repeats)  # all in turns
     speeds = {shape: shape[0] * rounds[shape][1] / taken for shape, taken in seconds.items()}
-    for (batch, context), speed in speeds.items():
-        rows.append(Figure(f"decode {name}, batch {batch}, context {context:,}", speed, "tokens/s"))
+    rows += [Figure(f"decode {name}, batch {b}, context {c:,}", speed, "tokens/s") for (b, c), speed in speeds.items()]
     alone = {context: speed for (batch, context), speed in sorted(speeds.items()) if batch == 1}
     if len(alone) > 1:
         where = f"decode {name}, a token after {min(alone):,} → {max(alone):,}"

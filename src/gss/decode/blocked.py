@@ -93,7 +93,7 @@ class BlockedDecoder:
         self._put(state, sampler, tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order, each once (none is fine, until others join).
+        """Keep these rows only, in this order, each once (none is fine, until others join).
 
         Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
         """
@@ -115,7 +115,7 @@ class BlockedDecoder:
         raise NotImplementedError
 
     def _count(self, steps: int) -> None:
-        """Note that every row has read so many tokens; at the end of a block, begin the next."""
+        """Count `steps` tokens as read by every row; at the end of a block, begin the next."""
         self._block.read += steps
         if self._block.read == self._block.size:
             self._fold()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gss.decode.blocked import BlockedDecoder, decoder
 from gss.decode.prefill import PartialPrompt, Prefill, PrefixCache, score_lists
@@ -61,7 +60,7 @@ class _Fetched:
         self._ready = None
         self._draw = draw
         if draw.tokens.is_cuda:
-            self._draw = draw.map(_pinned)
+            self._draw = draw.map(lambda part: torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, True))
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -77,10 +76,6 @@ class _Fetched:
                 if (wanted := row.request.logprobs) is not None:
                     own = [(log, top[:wanted]) for log, top in score_lists(*(part[place] for part in scores))]
                 yield row, row.accept(tokens[place], own)
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Engine:
@@ -167,7 +162,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Output]:
-        """The next tokens of every continuation in the batch (on a GPU, those that were begun a step before)."""
+        """The next tokens of every continuation in the batch (on a GPU, those that the step before launched)."""
         fetched = self._begin_step()
         if self._device.type == "cuda":
             fetched, self._in_flight = self._in_flight, fetched

@@ -109,7 +109,7 @@ class PrefixCache:
         return found[0], self._entries[found]
 
     def put(self, tokens: Tokens, entry: Entry) -> None:
-        """Keep the model after these tokens; what was used least recently makes room."""
+        """Cache the entry of these tokens; the least recently used entries are evicted."""
         if entry.nbytes > self.max_bytes:
             return
         key = (len(tokens), hashlib.blake2b(tokens.tobytes(), digest_size=16).digest())
@@ -268,15 +268,12 @@ class Prefill:
             prompt.at += size
             prompt.state = state if len(group) == 1 else state.select([row])
             prompt.logits = logits[row : row + 1].clone()
-            if prompt.request.state is None and self._worth_caching(prompt):
+            spacing = self._piece * max(1, -(-(len(prompt.tokens) // self._piece) // _CACHED))
+            useful = prompt.done or prompt.at in prompt.marks or prompt.at % spacing == 0
+            if prompt.request.state is None and useful:
                 self._cache.put(prompt.tokens[: prompt.at], Entry(prompt.state, prompt.logits))
             self._waiting.remove(prompt)
             self._waiting.append(prompt)
-
-    def _worth_caching(self, prompt: PartialPrompt) -> bool:
-        pieces = len(prompt.tokens) // self._piece
-        spacing = self._piece * max(1, -(-pieces // _CACHED))
-        return prompt.done or prompt.at in prompt.marks or prompt.at % spacing == 0
 
     def _score(self, prompt: PartialPrompt, hidden: Tensor, tokens: Tensor) -> None:
         """Score a piece's tokens, each by the logits before it; the first by those that ended the piece before."""

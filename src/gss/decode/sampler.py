@@ -133,7 +133,7 @@ class Sampler:
 
     @staticmethod
     def join(parts: Sequence[tuple["Sampler", Sequence[int]]]) -> "Sampler":
-        """Rows of several samplers, one after the other."""
+        """The rows of several samplers, in order."""
         first = parts[0][0]
         settings = [sampler.rows[row] for sampler, rows in parts for row in rows]
         whole = Sampler(first._seen.shape[1], first._seed.device, settings)

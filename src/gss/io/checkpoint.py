@@ -58,13 +58,10 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
         remove(aside)
         aside.mkdir()
         for group, members in tensors.items():
-            safetensors.torch.save_file(
-                {name: tensor.detach().contiguous() for name, tensor in members.items()},
-                aside / f"{group}.safetensors",
-            )
+            whole = {name: tensor.detach().contiguous() for name, tensor in members.items()}
+            safetensors.torch.save_file(whole, aside / f"{group}.safetensors")
         (aside / TRAINER).write_bytes(_json(trainer))
-        names = sorted(path.name for path in aside.iterdir())
-        files = {name: file_facts(aside / name) for name in names}
+        files = {path.name: file_facts(path) for path in sorted(aside.iterdir())}
         (aside / MANIFEST).write_bytes(_manifest(step, files))
         usual = (aside / TRAINER).stat().st_mode
         for path in aside.iterdir():

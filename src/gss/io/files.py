@@ -21,27 +21,19 @@ _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT",
 
 def write_file(path: str | Path, content: bytes | str) -> None:
     """Write a file completely or not at all; text is UTF-8 with `\\n` line endings."""
-    with written_file(path) as aside:
+    aside = _aside(Path(path))
+    aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
+    try:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, values: Any) -> None:
     """Write plain data as indented JSON."""
     write_file(path, json.dumps(values, indent=2) + "\n")
-
-
-@contextmanager
-def written_file(path: str | Path) -> Iterator[Path]:
-    """A path to write to, which is renamed to `path` on success and deleted on failure."""
-    target = Path(path)
-    aside = _aside(target)
-    aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def require_new(target: Path) -> None:
@@ -132,13 +124,10 @@ def remove(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk. Windows cannot flush folders."""
-    if sys.platform == "win32":
-        if path.is_dir():
-            return
-        flags = os.O_RDWR  # Windows flushes only files that are open for writing
-    else:
-        flags = os.O_RDONLY
-    descriptor = os.open(path, flags)
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)  # Windows flushes what is open for writing
     try:
         os.fsync(descriptor)
     finally:

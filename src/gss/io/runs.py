@@ -74,7 +74,7 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         tensors = merged(tensors)
         first = {name.removeprefix("first."): tensors.pop(name) for name in list(tensors) if name.startswith("first.")}
         if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
-            raise ValueError("the sizes are others")
+            raise ValueError("the sizes differ")
         with _NothingDrawn():  # every number is about to be read
             model = build_model(described)
         expect(model, {name: tensor.shape for name, tensor in tensors.items()})
@@ -99,8 +99,7 @@ def _newest(run: Path, step: int | None) -> tuple[Path, dict[str, Tensor], int]:
         path = folder / f"step-{step:08d}"
         if not path.is_dir():
             raise ValueError(f"{run} has no checkpoint of step {step}: see {folder}")
-        checkpoint.verify(path, [checkpoint.MODEL])
-    saved = checkpoint.load(path, [checkpoint.MODEL], verified=True)
+    saved = checkpoint.load(path, [checkpoint.MODEL], verified=step is None)
     return path, saved.tensors.get(checkpoint.MODEL, {}), saved.step
 
 

@@ -46,7 +46,8 @@ def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelSta
         tensors = load_file(Path(path))
         for name in [name for name in tensors if name.endswith(_SCALE)]:
             scale, own = tensors.pop(name), name.removesuffix(_SCALE)
-            tensors[own] = _widened(tensors[own], scale)
+            values = (_blocks(tensors[own]) * scale[:, None]).flatten()
+            tensors[own] = values[: tensors[own].numel()].view(tensors[own].shape)
         return ModelState.from_named(tensors).to(device)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold a model's state: {error}") from None
@@ -62,7 +63,3 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(1) / 127
     whole = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     return whole.flatten()[: values.numel()].view(values.shape), scale
-
-
-def _widened(whole: Tensor, scale: Tensor) -> Tensor:
-    return (_blocks(whole) * scale[:, None]).flatten()[: whole.numel()].view(whole.shape)

@@ -111,12 +111,10 @@ class StateCell(nn.Module):
 
         Every vector sees every token of both windows: no bias, no causal mask.
         """
-        keys, values = (tensor.to(memory.values.dtype) for tensor in own)
-        mask = None
+        kind, mask = memory.values.dtype, None
+        keys, values = (tensor.to(kind) for tensor in own)
         if before is not None:
-            keys, values = (
-                torch.cat([old.to(new.dtype), new], 1) for old, new in zip(before, (keys, values), strict=True)
-            )
+            keys, values = (torch.cat([old, new], 1).to(kind) for old, new in zip(before, own, strict=True))
             if previous is not None:
                 current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
                 mask = (previous.unsqueeze(1) | current)[:, None, None]
@@ -139,13 +137,6 @@ class StateCell(nn.Module):
         first, second = x.unflatten(-1, (2, self.heads, self.head_width)).unbind(2)
         return first, second
 
-    def dense_flops(self) -> tuple[int, int]:
-        """Of the dense layers, for all vectors: of a `read` and of an `update`."""
-        layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
-        reading = 2 * self.keys_values.weight.numel()
-        vectors = self.initial.shape[0]
-        return vectors * reading, vectors * (2 * sum(layer.weight.numel() for layer in layers) - reading)
-
 
 def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
     """One block on one window, with some of its parameters given in another precision."""
@@ -167,15 +158,16 @@ class _Work(NamedTuple):
 _PLAIN = _Work()
 
 
-class RecurrentStack(SequenceLayer):
-    """Blocks that run window by window around one recurrent state; `writer` is the block whose tokens update it.
+class RecurrentLayer(SequenceLayer):
+    """Blocks that run window by window around one recurrent state; `writer` is the block whose tokens update it. By
+    default it is a single block, before and after which blocks of other kinds may stand.
 
     The state of a sequence: two windows of keys and values per block, the vectors, and how much was read. A row that
     has read nothing starts from the learned vectors, whatever its slot holds: the start is then part of every
     forward pass, where sharded and replicated training expect a parameter's gradient to come from.
     """
 
-    def __init__(self, config: ModelConfig, blocks: int, writer: int) -> None:
+    def __init__(self, config: ModelConfig, blocks: int = 1, writer: int = 0) -> None:
         super().__init__()
         self.window = config.attention.window
         self.writer = writer
@@ -199,13 +191,14 @@ class RecurrentStack(SequenceLayer):
     def mixing_flops(self, length: int) -> float:
         block, cell = self._blocks()[0], self.cell
         vectors, inner = cell.initial.shape[0], block.heads * block.head_width
-        a_token = 4 * inner * (block.attention.keys_seen(length) + vectors) * len(self.blocks)
+        per_token = 4 * inner * (block.attention.keys_seen(length) + vectors) * len(self.blocks)
         # The cell's products happen once per window, but are counted once per token with all other dense layers.
-        read, update = cell.dense_flops()
-        update_attention = 4 * inner * vectors * (vectors + 2 * self.window)
+        read = 2 * cell.keys_values.weight.numel()
+        update = 2 * sum(layer.weight.numel() for layer in cell.modules() if isinstance(layer, nn.Linear)) - read
+        update_attention = 4 * inner * (vectors + 2 * self.window)
         windows, updates = -(-length // self.window), length // self.window
-        cell_total = windows * read + updates * (update + update_attention)
-        return a_token + cell_total / length - (read + update) / vectors
+        cell_total = vectors * (windows * read + updates * (update + update_attention))
+        return per_token + cell_total / length - (read + update)
 
     @across_ranks(in_turn)
     @each_document_alone
@@ -219,10 +212,13 @@ class RecurrentStack(SequenceLayer):
         runs: list[list[KeysValues]] = [[(keys[:, : self.window], values[:, : self.window])] for keys, values in given]
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else blocks[0].projection.weight.dtype
-        works = [self._work(windows, part) for part in parts]
+        # Compiled in training, where every row reads the whole of a window.
+        compiled = self._compiled if windows.index is None and torch.is_grad_enabled() else None
+        works = [compiled if compiled and part.stop - part.start == self.window else _PLAIN for part in parts]
         # Autocast remembers a weight that it has cast; a graph would cast it in every window.
         ahead = autocast and self._compiled in works
-        weights = [_dense_weights(block, dtype) if ahead else {} for block in blocks]
+        dense_layers = [[item for item in b.named_modules() if isinstance(item[1], nn.Linear)] for b in blocks]
+        weights = [{f"{name}.weight": layer.weight.to(dtype) for name, layer in each if ahead} for each in dense_layers]
         biases = {
             slots: [work.bias(block.attention, windows, slots, dtype) for block in blocks]
             for slots, work in {part.stop - part.start: work for part, work in zip(parts, works, strict=True)}.items()
@@ -257,11 +253,6 @@ class RecurrentStack(SequenceLayer):
             after[f"keys{i}"], after[f"values{i}"] = (tensor.to(vectors.dtype) for tensor in left)
         return y, {**after, "length": windows.read(x)}
 
-    def _work(self, windows: Windows, part: slice) -> _Work:
-        """How a window is processed: compiled in training, where every row reads the whole of it."""
-        whole = windows.index is None and part.stop - part.start == self.window
-        return self._compiled if self._compiled and whole and torch.is_grad_enabled() else _PLAIN
-
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
         """The vectors before the first window, [B, S, E]: the learned ones where nothing has been read."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
@@ -283,20 +274,7 @@ class RecurrentStack(SequenceLayer):
         return [block for block in self.blocks if isinstance(block, WindowBlock)]
 
 
-def _dense_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of dense layers by name, cast."""
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers}
-
-
-class RecurrentLayer(RecurrentStack):
-    """One recurrent block; blocks of other kinds may stand before and after it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, blocks=1, writer=0)
-
-
-class FeedbackLayer(RecurrentStack):
+class FeedbackLayer(RecurrentLayer):
     """A whole stack of blocks that all read what one of them writes."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -23,7 +23,7 @@ from gss.ops import cpu, matrix_state
 from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
 
-# Vectors have so many numbers.
+# Numbers in a vector register of the C functions.
 _LANES = 16
 # `struct cache` of kernels.c: a row's keys and values; the tokens that it has room for, and those that it has read.
 _CACHE = cpu.record(*"ppll")
@@ -78,7 +78,7 @@ class CompiledGSSPlan(StateSpacePlan):
     """A GSS layer."""
 
     def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
-        super().__init__(layer, layer.spaces(), state, block)
+        super().__init__(layer, state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
         norms = map(_norm, (layer.norm, layer.inner_norm))
         matrices = _matrices(layer.inner, layer.gate, layer.context, layer.output)

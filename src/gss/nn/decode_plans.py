@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gss.nn.decoding import Block, DecodePlan, without_gaps
-from gss.nn.state import LayerState, SequenceLayer
-from gss.nn.state_space import DiagonalStateSpace
+from gss.nn.state import LayerState
+from gss.nn.state_space import DiagonalStateSpace, StateSpaceLayer
 from gss.nn.windows import as_ring, in_order
 from gss.ops import cpu
 from gss.ops.products import MOST_ROWS
@@ -52,7 +52,7 @@ class RowBuffer:
         self.tensor = self._room[:after]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order; only those whose place changes are copied."""
+        """Keep these rows, in this order; only those whose place changes are copied."""
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         if moved:
             places, sources = (list(side) for side in zip(*moved, strict=True))
@@ -63,10 +63,8 @@ class RowBuffer:
 class StateSpacePlan(DecodePlan):
     """A layer whose tokens mix in state spaces: its own `forward`, with every state space in its blocked form."""
 
-    def __init__(
-        self, layer: SequenceLayer, spaces: dict[str, DiagonalStateSpace], state: LayerState, block: Block
-    ) -> None:
-        self._block = block
+    def __init__(self, layer: StateSpaceLayer, state: LayerState, block: Block) -> None:
+        self._block, spaces = block, layer.spaces()
         self._spaces = {name: BlockedStateSpace(space, state[name], block) for name, space in spaces.items()}
         self._layer = replaced(layer, {space: self._spaces[name] for name, space in spaces.items()})
 
@@ -126,8 +124,8 @@ class BlockedStateSpace(nn.Module):
         # Where the channels share their modes, the table between states and outputs is small enough to keep.
         self._table = None
         if len(self._log_a) == 1:
-            real, imaginary = powers(self._log_a[0], block.size, taps.dtype)  # of Ā^k, [N, W] each
-            self._table = torch.stack([real, -imaginary], dim=1).flatten(0, 1)  # [2N, W], as real pairs lie
+            conjugate = powers(self._log_a[0], block.size, taps.dtype).conj()  # of Ā^k, [N, W]
+            self._table = torch.stack([conjugate.real, conjugate.imag], dim=1).flatten(0, 1)  # [2N, W], as pairs lie
             self._readout = self._readout * transition(self._log_a, self._readout.dtype)
         self._modes = RowBuffer(torch.view_as_complex(modes).to(torch.complex128, copy=True))  # [B, H, N]
         self.inputs = RowBuffer(taps.new_zeros(modes.shape[0], *taps.shape))  # [B, H, W]
@@ -178,7 +176,7 @@ class BlockedStateSpace(nn.Module):
         self.carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep these rows only, in this order."""
         for held in (self._modes, self.inputs, self.carried):
             held.keep(rows)
 
@@ -224,7 +222,7 @@ class _Cache:
             held.add(new)
 
     def keep(self, places: Mapping[int, int]) -> None:
-        """Go on with the rows that have a place from now on."""
+        """Keep the rows that have a place from now on."""
         order = without_gaps([row not in places for row in self.rows])
         self.rows = [places[self.rows[slot]] for slot in order]
         for held in self.buffers:
@@ -328,7 +326,7 @@ class AttentionPlan(DecodePlan):
         for room in list(self._caches) if among is None else among:
             self._caches[room].keep(places)
             if not self._caches[room].rows:
-                del self._caches[room]  # the memory of long rows is let go
+                del self._caches[room]  # frees the memory of long rows
 
     def _room(self, length: int) -> int:
         """How many tokens a row gets room for: at least one more than it has."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """Where in a block of tokens a decoder stands, and where in it each of its rows joined."""
+    """How far a decoder is in a block of tokens, and where in the block each of its rows joined."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -38,7 +38,7 @@ class Block:
         self.joined += [self.read] * rows
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order."""
+        """Keep these rows only, in this order."""
         self.joined = [self.joined[row] for row in rows]
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ def without_gaps(gone: Sequence[bool]) -> list[int]:
 
 
 class DecodePlan:
-    """One layer, reading a token at a time: by its own contract here, faster in `gss.nn.decode_plans`."""
+    """One layer that reads token by token: with its own `forward` here, faster in `gss.nn.decode_plans`."""
 
     def __init__(self, layer: Any, state: dict[str, Tensor]) -> None:
         self._layer, self._state = layer, state
@@ -89,7 +89,7 @@ class DecodePlan:
         self._state = {name: join_rows([tensor, state[name]]) for name, tensor in self._state.items()}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep these rows only, in this order."""
         self._state = {name: tensor[list(rows)] for name, tensor in self._state.items()}
 
 

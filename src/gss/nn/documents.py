@@ -40,7 +40,7 @@ class Documents:
         document = starts.flatten().cumsum(0) - 1
         within = _since(starts).flatten()
         lengths = torch.bincount(document)
-        begun = self.position[starts] > 0  # which documents go on from another stretch
+        begun = self.position[starts] > 0  # which documents continue from another stretch
         exponent = torch.ceil(torch.log2(lengths.double())).long()
         groups = [(exponent == power) & ~begun for power in exponent[~begun].unique()]
         self._buckets: list[tuple[Tensor, Tensor, int, int, Tensor | None]] = []

@@ -51,7 +51,7 @@ class SequenceLayer(nn.Module):
         raise NotImplementedError
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
-        """This layer set up to read one token after another from a state; None: `forward` does that well enough."""
+        """This layer, prepared to read token by token from a state; None: `forward` is fast enough."""
         return None
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
@@ -201,8 +201,7 @@ class FirstState(nn.Module):
         """The state for `batch` sequences."""
         return self.value().select([0] * batch)
 
-    def learned(self) -> "FirstState":
-        """This one, with everything that is not a count set to be learned."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        return self
+    def learn(self) -> int:
+        """Set everything but the counts to be learned; returns how many numbers that is."""
+        activations = [parameter for parameter in self.parameters() if parameter.is_floating_point()]
+        return sum(parameter.requires_grad_().numel() for parameter in activations)

@@ -28,7 +28,7 @@ class StateSpace(nn.Module):
         raise NotImplementedError
 
     def responses(self, length: int) -> Tensor:
-        """What each channel or mode still adds to the output so many tokens after an input of 1: [channels, L]."""
+        """What each channel or mode adds to the next L outputs after an input of 1: [channels, L]."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ class DiagonalStateSpace(StateSpace):
             return torch.view_as_real(final_state(u.to(state_dtype(self.readout.dtype)), self.discretized()[1], None))
 
     def faded(self, state: Tensor, tokens: int) -> Tensor:
-        """The state [B, H, N, 2] so many tokens later, were they all zero."""
+        """The state [B, H, N, 2] after this many further tokens, all zero."""
         before = torch.view_as_complex(state)
         return torch.view_as_real(before * transition(self.discretized()[1] * tokens, before.dtype))
 
@@ -142,38 +142,30 @@ class DiagonalStateSpace(StateSpace):
             readout, log_a = self.discretized()
             before = None if state is None else torch.view_as_complex(state)
             if u.shape[1] == 1:
-                y, after = self._step(u, before, readout, log_a)
-                return y, after if keep_state else None
+                before = readout.new_zeros(u.shape[0], *readout.shape) if before is None else before
+                y, after = step(u[:, 0], before, readout, torch.exp(log_a))
+                y = (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1)
+                return y, torch.view_as_real(after) if keep_state else None
             y = convolve(u, kernel(readout, log_a, u.shape[1], self.skip))
             if before is not None:
                 y = y + carried_output(before, readout, log_a, u.shape[1])
             return y, torch.view_as_real(final_state(u, log_a, before)) if keep_state else None
-
-    def _step(self, u: Tensor, before: Tensor | None, readout: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
-        if before is None:
-            before = readout.new_zeros(u.shape[0], *readout.shape)
-        y, after = step(u[:, 0], before, readout, torch.exp(log_a))
-        return (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1), torch.view_as_real(after)
 
     def _readout_scale(self) -> Tensor:
         """What N(0,1) draws of C are multiplied by, per mode."""
         modes, kind = self.config.modes, self.config.readout_init
         if kind in ("unit", "inverse_sqrt", "inverse"):
             return torch.full((modes,), {"unit": 1.0, "inverse_sqrt": modes**-0.5, "inverse": 1 / modes}[kind])
-        equal_energy = self._equal_energy()
+        # Each mode's Σ_k |C B̄ Ā^k|² is made 1/N. With a Δ per channel, for the geometric middle of its range.
+        span = self.config.step_range
+        log_step = torch.tensor([math.log(math.prod(span)) / 2]) if span else None
+        log_a, drive = discretize(self.eigenvalues(), log_step, self.config.discretization)
+        energy = drive.abs().square() / -torch.expm1(2 * log_a.real)
+        equal_energy = (energy * modes).rsqrt().squeeze(0).to(self.readout.dtype)
         if kind == "equal_energy":
             return equal_energy
         half = modes // 2
         return torch.cat([torch.full((half,), modes**-0.5), 0.3 * equal_energy[half:]])
-
-    def _equal_energy(self) -> Tensor:
-        """Each mode's Σ_k |C B̄ Ā^k|² made 1/N. With a Δ per channel, for the geometric middle of its range."""
-        log_step = None
-        if self.config.step_range:
-            log_step = torch.tensor([math.log(math.prod(self.config.step_range)) / 2])
-        log_a, drive = discretize(self.eigenvalues(), log_step, self.config.discretization)
-        energy = drive.abs().square() / -torch.expm1(2 * log_a.real)
-        return (energy * self.config.modes).rsqrt().squeeze(0).to(self.readout.dtype)
 
 
 class StateSpaceLayer(SequenceLayer):
@@ -192,7 +184,7 @@ class StateSpaceLayer(SequenceLayer):
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:
         from gss.nn.decode_plans import StateSpacePlan  # which knows this module
 
-        return StateSpacePlan(self, self.spaces(), state, block)
+        return StateSpacePlan(self, state, block)
 
 
 def skew_hippo_frequencies(modes: int) -> Tensor:
@@ -216,18 +208,14 @@ def initial_decay(config: StateSpaceConfig) -> Tensor:
 
 def initial_frequency(config: StateSpaceConfig) -> Tensor:
     """Im λ at the start: [N], positive."""
-    modes = config.modes
-    if config.frequency_init == "log_normal":
-        return torch.randn(modes, dtype=torch.float64).exp()
-    if config.frequency_init == "log_uniform":
-        return _log_uniform(modes, *config.frequency_range)
-    if config.frequency_init == "mixed":
-        half = modes // 2
-        normal = torch.randn(half, dtype=torch.float64).exp()
-        return torch.cat([normal, _log_uniform(modes - half, *config.frequency_range)])
-    if config.frequency_init == "linear":
+    modes, kind = config.modes, config.frequency_init
+    if kind == "skew_hippo":
+        return skew_hippo_frequencies(modes)
+    if kind == "linear":
         return 2 * math.pi * (torch.arange(modes, dtype=torch.float64) + 0.5) / modes
-    return skew_hippo_frequencies(modes)
+    normal = {"log_normal": modes, "mixed": modes // 2, "log_uniform": 0}[kind]  # how many modes
+    drawn = torch.randn(normal, dtype=torch.float64).exp()
+    return torch.cat([drawn, _log_uniform(modes - normal, *config.frequency_range)])
 
 
 def _log_uniform(count: int, low: float, high: float) -> Tensor:

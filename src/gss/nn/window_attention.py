@@ -7,7 +7,6 @@ and bucket of distances (T5's). Keys come in blocks: the tokens of a window look
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -71,13 +70,10 @@ class WindowAttention(nn.Module):
         self.register_buffer("bucket", distance_buckets(distance.clamp(min=0)), persistent=False)
         self.register_buffer("unseen", unseen, persistent=False)
 
-    def _by_distance(self) -> Tensor:
-        """b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]."""
-        return (self.table[self.bucket] * self.scale.abs()).T.masked_fill(self.unseen, -torch.inf)
-
     def bias(self, windows: Windows, slots: int, dtype: torch.dtype | None = None) -> Tensor:
         """What is added to q·k, sink included: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
-        by_distance = self._by_distance()
+        # b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]
+        by_distance = (self.table[self.bucket] * self.scale.abs()).T.masked_fill(self.unseen, -torch.inf)
         if windows.single:
             assert windows.offset is not None
             start = self.window - 1 - windows.offset
@@ -193,10 +189,8 @@ class WindowBlock(nn.Module):
         queries, keys, values, state_queries = self.scaled(self.project(x))
         if kept is not None:
             fresh, old_keys, old_values = kept
-            keys, values = (
-                torch.where(fresh, keys, old_keys.to(keys)),
-                torch.where(fresh, values, old_values.to(values)),
-            )
+            keys = torch.where(fresh, keys, old_keys.to(keys))
+            values = torch.where(fresh, values, old_values.to(values))
         attended = self.attention.in_window(queries, (keys, values), before, bias, previous)
         return self.finish(x, attended, attend(state_queries, *memory)), (keys, values)
 
@@ -209,10 +203,10 @@ class WindowBlock(nn.Module):
         return Slot((2 * self.attention.window, self.heads, self.head_width))
 
 
-class WindowLayer(SequenceLayer):
-    """One block on windows, all of them at once. `SlideLayer` and `XLLayer` differ in `whole_previous` alone."""
+class SlideLayer(SequenceLayer):
+    """One block on windows, all of them at once. The window slides: a token sees exactly the W tokens before it."""
 
-    whole_previous: ClassVar[bool]
+    whole_previous = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -249,13 +243,7 @@ class WindowLayer(SequenceLayer):
         }
 
 
-class SlideLayer(WindowLayer):
-    """Sliding window: a token sees exactly the W tokens before it."""
-
-    whole_previous = False
-
-
-class XLLayer(WindowLayer):
+class XLLayer(SlideLayer):
     """Transformer-XL's cache: a token sees all of the window before its own, and its own window up to itself.
 
     Windows are counted from a sequence's start. Trained in lanes with rows of one window this is Transformer-XL as

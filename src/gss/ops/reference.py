@@ -41,7 +41,7 @@ def convolve(signal: Tensor, kernel: Tensor) -> Tensor:
 def recur(
     signal: Tensor, readout: Tensor, transition: Tensor, drive: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, a token at a time; the state is x/B̄ (the drive is applied at the output, as in `gss.ops`)."""
+    """The recurrence, token by token; the state is x/B̄ (the drive is applied at the output, as in `gss.ops`)."""
     batch, length, channels = signal.shape
     if state is None:
         state = torch.zeros(batch, channels, readout.shape[-1], dtype=transition.dtype)

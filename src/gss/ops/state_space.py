@@ -9,6 +9,7 @@ Parameters are small (N or H·N numbers), so their arithmetic is done in float64
 rounding of λ in float32 would be an error of a tenth of a radian at position 65,536.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -53,19 +54,11 @@ def convolve(signal: Tensor, kernel: Tensor) -> Tensor:
     return _Convolve.apply(signal, kernel)
 
 
+@functools.cache
 def fft_length(least: int) -> int:
     """The smallest even number ≥ `least` with no prime factor over 5: every FFT library has a fast path for it."""
-    best = 1 << max(1, (least - 1).bit_length())
-    five = 1
-    while five < best:
-        three = five
-        while three < best:
-            # The smallest power of two, at least 2, that takes three·2^j to `least`.
-            needed = -(-least // three)
-            best = min(best, three << max(1, (needed - 1).bit_length()))
-            three *= 3
-        five *= 5
-    return best
+    odd = (3**i * 5**j for i in range(21) for j in range(14))  # more than enough for any tensor
+    return min(each << max(1, (-(-least // each) - 1).bit_length()) for each in odd)
 
 
 def _spectrum(signal: Tensor, size: int) -> Tensor:
@@ -124,9 +117,7 @@ def final_state(signal: Tensor, log_a: Tensor, state: Tensor | None) -> Tensor:
         added = project(rows, log_a).view(batch, channels, -1)
     else:
         added = project(signal.permute(2, 0, 1).flip(-1), log_a).transpose(0, 1)
-    if state is None:
-        return added
-    return carried_state(state, log_a * length) + added
+    return added if state is None else carried_state(state, log_a * length) + added
 
 
 def carried_state(state: Tensor, log_decay: Tensor) -> Tensor:

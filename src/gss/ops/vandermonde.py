@@ -40,25 +40,21 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """exp(log_a)^k for k < count as [..., 2, N, count] real: plane 0 the real parts, plane 1 the imaginary.
+    """exp(log_a)^k for k < count, [..., N, count] complex, of real and imaginary parts in `dtype`.
 
     A table of √count exponentials taken in float64, and its product with another one in `dtype`: the error is a
     few roundings of `dtype` at any k.
     """
     tile = max(1, math.isqrt(max(count - 1, 0)) + 1)
-    inner = _exponentials(log_a, torch.arange(tile, device=log_a.device), dtype)
-    outer = _exponentials(log_a, torch.arange(0, count, tile, device=log_a.device), dtype)
-    (inner_re, inner_im), (outer_re, outer_im) = inner, outer
-    inner_re, inner_im = inner_re.unsqueeze(-2), inner_im.unsqueeze(-2)  # [..., N, 1, tile]
-    outer_re, outer_im = outer_re.unsqueeze(-1), outer_im.unsqueeze(-1)  # [..., N, tiles, 1]
-    real = (outer_re * inner_re).sub_(outer_im * inner_im)
-    imag = (outer_re * inner_im).add_(outer_im * inner_re)
-    return torch.stack([part.flatten(-2)[..., :count] for part in (real, imag)], dim=-3)
+    exponents = torch.arange(tile, device=log_a.device), torch.arange(0, count, tile, device=log_a.device)
+    inner, outer = (torch.exp(log_a.unsqueeze(-1) * each).to(dtype.to_complex()) for each in exponents)
+    return (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2)[..., :count]
 
 
-def _exponentials(log_a: Tensor, exponents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    table = torch.exp(log_a.unsqueeze(-1) * exponents)  # [..., N, K] complex128
-    return table.real.to(dtype), table.imag.to(dtype)
+def _table(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """`powers` as real numbers [..., 2N, count]: real parts, then imaginary ones."""
+    found = powers(log_a, count, dtype)
+    return torch.cat([found.real, found.imag], dim=-2)
 
 
 def _tile(rows: int, length: int) -> int:
@@ -84,10 +80,10 @@ def _evaluate(weights: Tensor, log_a: Tensor, length: int) -> Tensor:
     for part in _groups(groups, modes, tile, rows * tiles):
         log_part, weight_part = log_a[part], weights[part]
         if tiles > 1:
-            shift = _complex(powers(log_part * tile, tiles, dtype)).transpose(-1, -2)  # [g, Q, N]
+            shift = powers(log_part * tile, tiles, dtype).transpose(-1, -2)  # [g, Q, N]
             weight_part = (weight_part.unsqueeze(2) * shift.unsqueeze(1)).flatten(1, 2)  # [g, R·Q, N]
         left = torch.cat([weight_part.real, -weight_part.imag], dim=-1)  # [g, R·Q, 2N]
-        table = powers(log_part, tile, dtype).flatten(-3, -2)  # [g, 2N, P]
+        table = _table(log_part, tile, dtype)  # [g, 2N, P]
         torch.bmm(left, table, out=out[part].view(-1, rows * tiles, tile))
     return out[..., :length]
 
@@ -104,12 +100,12 @@ def _project(values: Tensor, log_a: Tensor) -> Tensor:
         values = torch.nn.functional.pad(values, (0, tiles * tile - length))
     out = torch.empty(groups, rows, modes, dtype=values.dtype.to_complex(), device=values.device)
     for part in _groups(groups, modes, tile, rows * tiles):
-        table = powers(log_a[part], tile, values.dtype).flatten(-3, -2)  # [g, 2N, P]
+        table = _table(log_a[part], tile, values.dtype)  # [g, 2N, P]
         left = values[part].reshape(-1, rows * tiles, tile)
         sums = torch.bmm(left, table.transpose(-1, -2)).unflatten(-1, (2, modes))  # [g, R·Q, 2, N]
         partial = torch.complex(sums[..., 0, :], sums[..., 1, :])
         if tiles > 1:
-            shift = _complex(powers(log_a[part] * tile, tiles, values.dtype)).transpose(-1, -2)
+            shift = powers(log_a[part] * tile, tiles, values.dtype).transpose(-1, -2)
             partial = (partial.unflatten(1, (rows, tiles)) * shift.unsqueeze(1)).sum(2)
         out[part] = partial
     return out
@@ -122,10 +118,6 @@ def _kernels(like: Tensor, groups: int) -> ModuleType | None:
     from gss.ops.gpu import channel_powers
 
     return channel_powers
-
-
-def _complex(planes: Tensor) -> Tensor:
-    return torch.complex(planes.select(-3, 0), planes.select(-3, 1))
 
 
 def _ramped(values: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import gss
 from gss.accounting import account
+from gss.config import flattened
 from gss.io.files import write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report import figures
 from gss.report.runs import RunRecord, Scores, Show, read_runs, same_tokens, scores
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
-from gss.training.config import flattened
 from gss.training.progress import duration
 
 # Whatever ends up in the file, the browser loads nothing and runs nothing.

@@ -6,11 +6,10 @@ paper. Imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
+from gss.config import flattened
 from gss.recipes import read_recipe
-from gss.training.config import flattened
 
 Settings = Mapping[str, Any]
 """Fields of a `TrainConfig` by dotted name."""
@@ -79,23 +78,22 @@ SCALES: dict[str, Scale] = {
 }
 
 
-def _systems(*rows: tuple[str, str, str]) -> dict[str, System]:
-    return {name: System(name=name, label=label, model=name, about=about) for name, label, about in rows}
-
-
-SYSTEMS: dict[str, System] = _systems(
-    ("transformer", "Transformer", ""),
-    ("dss", "DSS", ""),
-    ("gss", "GSS", ""),
-    ("gss-l", "GSS-L", ""),
-    ("gss-hybrid", "GSS-Hybrid", "not in the paper at this size"),
-    ("gss-hybrid-l", "GSS-Hybrid-L", ""),
-    ("rec-fixed-skip", "Rec:fixed:skip", ""),
-    ("feedback-lstm-single", "Feedback:lstm:single", ""),
-    ("feedback-fixed-skip", "Feedback:fixed:skip", ""),
-    ("slide", "Slide", "the block-recurrent models' backbone without recurrence; not in the paper's table"),
-    ("xl", "XL:2048", "the same with Transformer-XL's cache of 2,048; not in the paper's table"),
-)
+SYSTEMS: dict[str, System] = {
+    name: System(name=name, label=label, model=name, about="".join(about))
+    for name, label, *about in (
+        ("transformer", "Transformer"),
+        ("dss", "DSS"),
+        ("gss", "GSS"),
+        ("gss-l", "GSS-L"),
+        ("gss-hybrid", "GSS-Hybrid", "not in the paper at this size"),
+        ("gss-hybrid-l", "GSS-Hybrid-L"),
+        ("rec-fixed-skip", "Rec:fixed:skip"),
+        ("feedback-lstm-single", "Feedback:lstm:single"),
+        ("feedback-fixed-skip", "Feedback:fixed:skip"),
+        ("slide", "Slide", "the block-recurrent models' backbone without recurrence; not in the paper's table"),
+        ("xl", "XL:2048", "the same with Transformer-XL's cache of 2,048; not in the paper's table"),
+    )
+}
 SYSTEMS["gss-lanes"] = System(
     name="gss-lanes",
     label="GSS in lanes",
@@ -147,11 +145,6 @@ def recipe_name(system: System, scale: Scale, corpus: str | None) -> str:
 
 def settings_of(system: System, scale: Scale, corpus: str | None) -> dict[str, Any]:
     """Every setting of a system at a scale, as changes to the defaults. `corpus` as above."""
-    recipe = _recipe(recipe_name(system, scale, corpus))
-    return {**recipe, **scale.settings, **system.settings}
-
-
-@lru_cache
-def _recipe(name: str) -> Settings:
-    """A recipe's settings without its preset."""
-    return {key: value for key, value in flattened(read_recipe(name)).items() if key != "preset"}
+    settings = {**flattened(read_recipe(recipe_name(system, scale, corpus))), **scale.settings, **system.settings}
+    settings.pop("preset", None)
+    return settings

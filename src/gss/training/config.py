@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gss.choices import check_fields, chosen, limited
-from gss.config import ModelConfig, override, parse_assignments, read_toml, to_mapping
+from gss.choices import Checked, chosen, limited
+from gss.config import ModelConfig, flattened, override, parse_assignments, to_mapping
 from gss.presets import preset
 from gss.recipes import read_recipe
 from gss.training.schedule import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """The optimizer, the learning rates of its parameter groups, and the schedule. Defaults are the paper's."""
 
+    prefix = "optimizer."
     name: Literal["adamw", "adafactor", "muon"] = "adamw"
     """AdamW (the paper's); Adafactor, with which the Block-Recurrent Transformers were trained and whose rates are
     relative to each parameter's size; or Muon, which takes orthogonal steps on the layers' matrices and leaves the rest
@@ -52,15 +53,16 @@ class OptimizerConfig:
     """The norm of all gradients together is clipped to this."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "optimizer.")
+        super().__post_init__()
         if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """When checkpoints are written, and which of them are kept."""
 
+    prefix = "checkpoint."
     every: int = limited(1000, ge=1)
     """Steps between checkpoints; another is written at the end and when the run is stopped."""
     keep_last: int = limited(3, ge=2)
@@ -68,14 +70,12 @@ class CheckpointConfig:
     keep_every: int | None = limited(None, ge=1)
     """Also keep those whose step is a multiple of this. None: only the newest."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "checkpoint.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig:
+class ReportConfig(Checked):
     """What is logged, evaluated and sampled during training."""
 
+    prefix = "report."
     log_every: int = limited(10, ge=1)
     """Steps between progress lines (the metrics file has every step)."""
     evaluate_every: int = limited(1000, ge=0)
@@ -95,28 +95,21 @@ class ReportConfig:
     wandb: bool = False
     """Also send the numbers to Weights & Biases, as a run of the project gss (needs the wandb extra)."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "report.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """How the model and its sequences are distributed over processes. `parallel=fsdp2` sets the strategy."""
 
-    shorthand = "strategy"
-
+    prefix, shorthand = "parallel.", "strategy"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """Whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
     context: int = limited(1, ge=1)
     """Processes that share a sequence: each has a stretch of it, and they pass states on. They have consecutive ranks,
     and the number of processes must be a multiple of this."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "parallel.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """A training run. Defaults are the paper's for long documents: 125k steps of 128 segments of 4,096 tokens.
 
     >>> config = gss.TrainConfig(preset="gss-tiny", model=gss.preset("gss-tiny"), length=512, batch_tokens=4096)
@@ -172,26 +165,17 @@ class TrainConfig:
     """Progress, evaluation, samples."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.batch_tokens % self.length:
-            raise ValueError(
-                f"batch_tokens ({self.batch_tokens}) must be a multiple of length ({self.length}): "
-                f"{self.batch_tokens // self.length * self.length or self.length} would do"
-            )
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens % self.length:
-            raise ValueError(
-                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of length ({self.length})"
-            )
-        for name in ("length", "piece_tokens"):
-            if (getattr(self, name) or 0) % self.parallel.context:
+        super().__post_init__()
+        length, ranks = ("length", self.length), ("parallel.context", self.parallel.context)
+        parts = {"batch_tokens": length, "micro_batch_tokens": length, "length": ranks, "piece_tokens": ranks}
+        for name, (unit, size) in parts.items():
+            value = getattr(self, name) or 0
+            if value % size:
                 raise ValueError(
-                    f"{name} ({getattr(self, name)}) must be a multiple of parallel.context ({self.parallel.context})"
+                    f"{name} ({value}) must be a multiple of {unit} ({size}): {value // size * size or size} would do"
                 )
         if self.piece_tokens is not None and self.batching == "packed":
             raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
-        self._check_tuning()
-
-    def _check_tuning(self) -> None:
         state = self.tune == "state"
         if self.start is None and (state or self.lora is not None):
             raise ValueError(f"{'tune=state' if state else 'lora'} needs trained weights to start from: give --from")
@@ -236,7 +220,7 @@ def resolve(
     `vocab_size` is the tokenizer's, which the model gets unless its own is set; the model's may not be smaller. `base`
     is what the recipe changes, with its model in place of a preset's.
     """
-    values = {} if recipe is None else read_settings(recipe)
+    values = {} if recipe is None else read_recipe(recipe)
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
     if base is None:
         name = sets.pop("preset", None) or preset_name or values.get("preset")
@@ -256,13 +240,6 @@ def resolve(
     return config
 
 
-def read_settings(recipe: str | Path) -> dict[str, Any]:
-    """The settings of a recipe, by its name or its file."""
-    if Path(recipe).suffix or Path(recipe).is_file():
-        return read_toml(recipe)
-    return read_recipe(str(recipe))
-
-
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Settings that would change the result of a resumed run: dotted name → (before, after). `before` is plain data.
 
@@ -275,14 +252,3 @@ def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tupl
         for name in sorted(old.keys() | new.keys())
         if name.partition(".")[0] not in _FREE and name not in unused and old.get(name) != new.get(name)
     }
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

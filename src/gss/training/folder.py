@@ -72,7 +72,18 @@ class RunFolder:
             starts = read_json(path, list)
         except (OSError, ValueError):  # an unreadable list is started over
             starts = []
-        write_json(path, [*starts, _environment(world_size, device)])
+        environment = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "gss": gss.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "processes": world_size,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        write_json(path, [*starts, environment])
 
     def cut_metrics(self, step: int) -> None:
         """Drop the rows after a step: those steps were lost with the process and will be taken again."""
@@ -113,17 +124,3 @@ def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
     names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]
     found = [path.stat() if path.exists() else None for path in (dataset.folder / name for name in names)]
     return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else (0, 0, 0) for file in found]
-
-
-def _environment(world_size: int, device: torch.device) -> dict[str, Any]:
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "gss": gss.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processes": world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-    }

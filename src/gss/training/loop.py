@@ -28,11 +28,12 @@ from gss.training import snapshot, start
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
-from gss.training.progress import Progress, cpu_rate, matmul_rate, open_boards, perplexity
+from gss.training.progress import Progress, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
 _Found = TypeVar("_Found")
 _VALIDATION = "valid"
+_CPU_FLOPS = 1.5e10  # per second and thread: a rough estimate, for a warning
 BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
 
 
@@ -95,13 +96,6 @@ def train(
             folder.close()
 
 
-def _open_validation(training: Dataset) -> Dataset | None:
-    """The validation split beside a training split, if there is one."""
-    if training.folder is None or training.manifest is None or _VALIDATION not in training.manifest.splits:
-        return None
-    return open_dataset(training.folder, _VALIDATION, verify=False)
-
-
 def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfig, precision: str) -> dict[int, float]:
     """Nats per token at each configured length; lengths beyond the longest document are reduced to it."""
     report = config.report
@@ -138,16 +132,12 @@ class Interrupt:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._put_back()
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self.__exit__()
 
 
 class _Run:
@@ -157,7 +147,9 @@ class _Run:
         self, config: TrainConfig, dataset: Dataset, folder: RunFolder, world: World, allow: Sequence[str], quiet: bool
     ) -> None:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
-        self.validation = _open_validation(dataset)
+        self.validation = None
+        if dataset.folder and dataset.manifest and _VALIDATION in dataset.manifest.splits:
+            self.validation = open_dataset(dataset.folder, _VALIDATION, verify=False)
         self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
         self.batches.eos_first = config.eos_first
         torch.manual_seed(config.seed)
@@ -258,7 +250,8 @@ class _Run:
         if config.report.evaluate_every and self.validation is None:
             self.progress.note(f"the data has no split {_VALIDATION!r}: nothing will be evaluated on the way")
         if world.device.type == "cpu":
-            days = (config.steps - self.step) * config.batch_tokens * self._flops / world.size / cpu_rate() / 86400
+            flops = (config.steps - self.step) * config.batch_tokens * self._flops / world.size
+            days = flops / (_CPU_FLOPS * torch.get_num_threads()) / 86400
             if days > 1:
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
@@ -278,24 +271,20 @@ class _Run:
         seconds = max(time.perf_counter() - self._clock, 1e-9)
         self._clock = time.perf_counter()
         speed = len(pending) * self.config.batch_tokens / seconds
+        mfu = speed * self._flops / self.world.size / self._peak if self._peak else None
         rows: list[dict[str, Any]] = []
-        for i, ((loss, norm, targets), result) in enumerate(zip(numbers, pending, strict=True)):
-            step = self.step - len(pending) + i + 1
+        steps = range(self.step - len(pending) + 1, self.step + 1)
+        for step, (loss, norm, targets), result in zip(steps, numbers, pending, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._write(rows)
-                raise self._diverged(step, loss, norm, result.learning_rate)
-            rows.append(
-                {
-                    "kind": "train",
-                    "step": step,
-                    "loss": loss,
-                    "learning_rate": result.learning_rate,
-                    "gradient_norm": norm,
-                    "targets": int(targets),
-                    "tokens_per_second": speed,
-                    "mfu": speed * self._flops / self.world.size / self._peak if self._peak else None,
-                }
-            )
+                raise ValueError(
+                    f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate "
+                    f"{result.learning_rate:.2e}): the run diverged and was stopped. Nothing after it was saved; the "
+                    f"same command resumes from {self._newest()}. If it happens again, lower optimizer.learning_rate "
+                    "or raise optimizer.warmup_steps (with --allow), or set precision=fp32"
+                )
+            row = {"kind": "train", "step": step, "loss": loss, "learning_rate": result.learning_rate}
+            rows.append({**row, "gradient_norm": norm, "targets": int(targets), "tokens_per_second": speed, "mfu": mfu})
         self._write(rows)
         self._last_row = rows[-1]
         if show:
@@ -365,14 +354,6 @@ class _Run:
 
     def _newest(self) -> str:
         return "the start" if self._saved_at is None else f"step {self._saved_at:,}"
-
-    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> ValueError:
-        return ValueError(
-            f"the loss at step {step:,} is {loss} and the gradient's norm {norm} (learning rate {rate:.2e}): the run "
-            f"diverged and was stopped. Nothing after it was saved; the same command resumes from {self._newest()}. "
-            "If it happens again, lower optimizer.learning_rate or raise optimizer.warmup_steps (with --allow), or "
-            "set precision=fp32"
-        )
 
     def _result(self, signal: int | None) -> TrainResult:
         return TrainResult(self.folder.path, self.step, self._last_row["loss"] if self._last_row else None, signal)

@@ -25,20 +25,18 @@ STATE_SPACE, DECAYED, TABLE, UNDECAYED, EMBEDDING = "state_space", "decayed", "t
 
 def group_of_parameters(model: nn.Module) -> dict[str, str]:
     """The group of every parameter, by the parameter's name."""
-    kinds = ((StateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING), (nn.Linear, DECAYED))
-    owners = {
+    owners = {  # by identity: a tied parameter has several names
         id(parameter): group
         for module in model.modules()
-        for kind, group in kinds
+        for kind, group in ((StateSpace, STATE_SPACE), (nn.Embedding, EMBEDDING), (nn.Linear, DECAYED))
         if isinstance(module, kind)
         for parameter in module.parameters()
     }
-
-    def group(parameter: nn.Parameter) -> str:
+    groups = {}
+    for name, parameter in model.named_parameters():
         owner = owners.get(id(parameter), TABLE)
-        return owner if owner in (STATE_SPACE, EMBEDDING) or parameter.ndim > 1 else UNDECAYED
-
-    return {name: group(parameter) for name, parameter in model.named_parameters()}
+        groups[name] = owner if owner in (STATE_SPACE, EMBEDDING) or parameter.ndim > 1 else UNDECAYED
+    return groups
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -28,11 +28,10 @@ class Board(NamedTuple):
 
 def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
     """The boards that a run's settings enable."""
-    wanted = {"tensorboard": (config.report.tensorboard, _tensorboard), "wandb": (config.report.wandb, _wandb)}
     boards = []
-    for name, (asked, opened) in wanted.items():
+    for name, opened in {"tensorboard": _tensorboard, "wandb": _wandb}.items():
         try:
-            boards += [opened(config, folder)] if asked else []
+            boards += [opened(config, folder)] if getattr(config.report, name) else []
         except ImportError:
             raise ValueError(f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]'") from None
     return boards
@@ -149,18 +148,10 @@ def perplexity(loss: float) -> float:
 def duration(seconds: float) -> str:
     """A duration in short form: 45s, 3m20s, 5h07m, 2d04h."""
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
-def cpu_rate() -> float:
-    """A rough estimate of the FLOP/s of training on this CPU, for warnings."""
-    return 1.5e10 * torch.get_num_threads()
+    for large, small, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{large}{whole % size // part:02d}{small}"
+    return f"{whole}s"
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:

@@ -40,14 +40,23 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
     return {group: {k: v for k, v in tensors.items() if v is not None} for group, tensors in groups.items()}, scalars
 
 
+@torch.no_grad()
 def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]) -> None:
     """Load a snapshot into a new stepper of the same model, on any number of processes."""
-    _restore_model(stepper, groups[MODEL])
+    parameters, saved = dict(stepper.model.named_parameters()), groups[MODEL]
+    if odd := sorted(parameters.keys() ^ saved.keys()):
+        raise ValueError(f"the checkpoint is another model's: {', '.join(odd[:4])} … are in only one of the two")
     state: dict[str, dict[str, Any]] = {}
     for name, tensor in groups[OPTIMIZER].items():
         owner, _, key = name.rpartition(":")
         state.setdefault(owner, {})[key] = tensor
-    for name, parameter in stepper.model.named_parameters():
+    for name, parameter in parameters.items():
+        if parameter.shape != saved[name].shape:
+            raise ValueError(
+                f"the checkpoint is another model's: {name} has shape {list(saved[name].shape)} there, "
+                f"{list(parameter.shape)} here"
+            )
+        parameter.copy_(like(saved[name], parameter))
         own: dict[str, Any] = {key: like(tensor, parameter) for key, tensor in state.get(name, {}).items()}
         for key, value in scalars.get(name, {}).items():
             own[key] = torch.tensor(value, device=parameter.device)  # float32, as torch's optimizers count steps
@@ -55,22 +64,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
     if stepper.lanes is not None:
         if LANES not in groups:
             raise ValueError("the checkpoint holds no carried states: it was not trained in lanes")
-        first, count = stepper.first_row, stepper.lanes.batch
-        rows = {name: tensor[first : first + count] for name, tensor in groups[LANES].items()}
+        count = stepper.lanes.batch
+        rows = {name: tensor[count * stepper.replica :][:count] for name, tensor in groups[LANES].items()}
         stepper.lanes = ModelState.from_named(rows).to(stepper.world.device)
         stepper.model.check_state(stepper.lanes, count)
-
-
-@torch.no_grad()
-def _restore_model(stepper: Stepper, tensors: Mapping[str, Tensor]) -> None:
-    parameters = dict(stepper.model.named_parameters())
-    if parameters.keys() != tensors.keys():
-        odd = ", ".join(sorted(parameters.keys() ^ tensors.keys())[:4])
-        raise ValueError(f"the checkpoint is another model's: {odd} … are in only one of the two")
-    for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
-            raise ValueError(
-                f"the checkpoint is another model's: {name} has shape {list(tensors[name].shape)} there, "
-                f"{list(parameter.shape)} here"
-            )
-        parameter.copy_(like(tensors[name], parameter))

@@ -9,14 +9,14 @@ from typing import Any
 
 from gss.accounting import account
 from gss.choices import nearest
-from gss.config import ModelConfig, from_mapping, parse_assignments, to_mapping
+from gss.config import ModelConfig, flattened, from_mapping, parse_assignments, to_mapping
 from gss.data import Dataset, read_manifest
 from gss.io.devices import pick_device
 from gss.io.runs import read_config
 from gss.lm import load, run_folder
 from gss.model import LanguageModel, build_model
 from gss.nn.lora import add_lora
-from gss.training.config import TrainConfig, differences, flattened, resolve
+from gss.training.config import TrainConfig, differences, resolve
 from gss.training.folder import data_facts
 
 _TINY, _SMALL = 4_000_000, 150_000_000
@@ -26,10 +26,8 @@ _TINY, _SMALL = 4_000_000, 150_000_000
 def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -> LanguageModel:
     """The model before the first step, with everything that is not trained frozen. A resumed run gets its weights from
     its checkpoint and does not need what it started from."""
-    if config.start is None or resuming:
-        model = build_model(config.model)
-    else:
-        model = _loaded(config.start, config, dataset)
+    fresh = config.start is None or resuming
+    model = build_model(config.model) if fresh else _loaded(str(config.start), config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
         raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model's {config.model.vocab_size}")
     if config.lora is not None:
@@ -38,7 +36,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
         model.requires_grad_(False)
         model.start_from(model.initial_state(1))
         assert model.first is not None
-        if not sum(each.numel() for each in model.first.learned().parameters() if each.requires_grad):
+        if not model.first.learn():
             raise ValueError("the first state of this model is empty: there is nothing in it for tune=state to learn")
     return model.train()
 

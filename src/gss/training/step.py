@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gss.data import Batch
 from gss.model import LanguageModel
-from gss.nn.block_recurrent import RecurrentStack
+from gss.nn.block_recurrent import RecurrentLayer
 from gss.nn.state import ModelState
 from gss.pieces import LossModule, Rows, accumulate
 from gss.precision import resolved, running
@@ -57,7 +57,7 @@ class Stepper:
                 "lanes carry the state from step to step, and this model's grows with everything it has read: "
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
-        in_turn = self.context is not None and any(isinstance(layer, RecurrentStack) for layer in model.layers)
+        in_turn = self.context is not None and any(isinstance(layer, RecurrentLayer) for layer in model.layers)
         if in_turn and config.activation_checkpointing:
             raise ValueError(
                 "block-recurrent layers pass their states from rank to rank in turn, which the recomputation of "
@@ -66,11 +66,6 @@ class Stepper:
         self.model, self.config, self.world = model.to(world.device), config, world
         self.precision = resolved(config.precision, self.model)
         self.lanes: ModelState | None = None
-        self._rows = config.rows // self.replicas
-        self._micro_rows = self._rows
-        if config.micro_batch_tokens is not None:
-            self._micro_rows = min(self._rows, config.micro_batch_tokens // config.length)
-        self._piece_tokens = config.piece_tokens or config.length
         prepare_layers(self.model, config)
         self._module: nn.Module = LossModule(self.model)
         if world.size > 1 and config.parallel.strategy == "fsdp2":
@@ -79,12 +74,7 @@ class Stepper:
             self._module = DistributedDataParallel(self._module, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         if config.batching == "lanes":
-            self.lanes = self.model.initial_state(self._rows).detach()
-
-    @property
-    def first_row(self) -> int:
-        """The first of this process's rows in the global batch."""
-        return self.replica * self._rows
+            self.lanes = self.model.initial_state(config.rows // self.replicas).detach()
 
     def step(self, batch: Batch[Tensor], step: int) -> StepResult:
         """Forward, backward, clip, update: step number `step`, counted from 0."""
@@ -105,13 +95,16 @@ class Stepper:
         """Backward through every micro-batch; returns their summed losses."""
         losses: list[Tensor] = []
         after: list[ModelState] = []
-        count = len(batch.tokens)
-        for first in range(0, count, self._micro_rows):
-            rows = slice(first, min(first + self._micro_rows, count))
-            state = self._carried(batch, rows)
-            starts = batch.starts[rows] if self.config.batching == "packed" else None
+        config, count, state = self.config, len(batch.tokens), None
+        at_once = (config.micro_batch_tokens or config.batch_tokens) // config.length
+        for first in range(0, count, at_once):
+            rows = slice(first, min(first + at_once, count))
+            if self.lanes is not None:  # a lane is fresh where a document begins
+                lanes = self.lanes.select(range(rows.start, rows.stop))
+                state = lanes.where(batch.starts[rows, 0], self.model.initial_state(lanes.batch))
+            starts = batch.starts[rows] if config.batching == "packed" else None
             given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)
-            pieces = given.split(self._piece_tokens)
+            pieces = given.split(config.piece_tokens or config.length)
             synced = partial(gradients_synced, self._module, self.model, rows.stop == count)
             with running(self.model, self.precision):
                 loss, kept = accumulate(self._module, self.model, pieces, state, state is not None, scale, synced)
@@ -121,10 +114,3 @@ class Stepper:
         if after:
             self.lanes = after[0] if len(after) == 1 else ModelState.join(after)
         return losses
-
-    def _carried(self, batch: Batch[Tensor], rows: slice) -> ModelState | None:
-        """The state before these rows of a batch: none, or that of the lanes, fresh where a document begins."""
-        if self.lanes is None:
-            return None
-        lanes = self.lanes.select(range(rows.start, rows.stop))
-        return lanes.where(batch.starts[rows, 0], self.model.initial_state(lanes.batch))

@@ -45,7 +45,7 @@ MATRIX = record(*"lllppp")
 
 
 def function(name: str, arguments: str) -> Any | None:
-    """A function, where it can be had and is wanted; its arguments by their types, l a whole number, p a pointer."""
+    """A compiled function, or None as for `library`; `arguments` are their types, l a whole number, p a pointer."""
     return _declared(name, arguments) if fast.enabled() else None
 
 
@@ -60,7 +60,7 @@ def _declared(name: str, arguments: str) -> Any | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, where they can be had and are wanted."""
+    """The compiled functions; None without a compiler, and where `GSS_FAST=0` turns them off."""
     return _compiled() if fast.enabled() else None
 
 

@@ -15,9 +15,9 @@ gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain fr
 2. `context_one`: inner norm, the state space's output, context product, times the gate.
 3. `output_one`: output product, added to the residual stream.
 
-A Transformer block is `product_one`, the two kernels of attention (`decode_mixers`), `product_one` and `output_one`. At
-the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums, norms, the residual stream and
-the state are float32; only the weights are bfloat16.
+A Transformer block is the first of these without a state space, the two kernels of attention (`decode_mixers`), the
+first again, and the last. At the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums,
+norms, the residual stream and the state are float32; only the weights are bfloat16.
 """
 
 import triton
@@ -131,7 +131,10 @@ def gate_inner_one(
     E: tl.constexpr, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
     E_PAD: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """v = φ(W₂ norm(x) + b₂) [F] and φ(W₁ norm(x) + b₁) [H]; the programs beyond their tiles do `earlier_outputs`."""
+    """v = φ(W₂ norm(x) + b₂) [F] and φ(W₁ norm(x) + b₁) [H]; the programs beyond their tiles do `earlier_outputs`.
+
+    With H = 0 a product as a Transformer block has it, which has no such programs.
+    """
     tile = tl.program_id(0)
     tiles: tl.constexpr = (F + H + ROWS - 1) // ROWS
     if tile < tiles:
@@ -142,22 +145,10 @@ def gate_inner_one(
         y = activated(y, ACTIVATION)
         tl.store(gate_at + row, y.to(gate_at.dtype.element_ty), mask=row < F)
         tl.store(inner_at + row - F, y, mask=(row >= F) & (row < F + H))
-    else:
+    elif H > 0:
         ready(OVERLAP)
         read = tl.load(read_at)
         earlier_outputs(tile - tiles, inputs_at, taps_at, carried_at, base_at, read, H, H, W_PAD, CHANNELS)
-
-
-@triton.jit
-def product_one(
-    x_at, scale_at, shift_at, weight_at, bias_at, out_at, epsilon,
-    E: tl.constexpr, F: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
-    E_PAD: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """φ(W norm(x) + b) [F], in a Transformer block."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    y = normed_product(x_at, scale_at, shift_at, weight_at, bias_at, row, F, epsilon, E, CENTRED, E_PAD, OVERLAP)
-    tl.store(out_at + row, activated(y, ACTIVATION), mask=row < F)
 
 
 @triton.jit

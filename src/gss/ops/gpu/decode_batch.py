@@ -117,9 +117,8 @@ def context_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     h = tl.arange(0, H_PAD)
-    weight = tl.load(
-        weight_at + row[:, None] * H + h[None, :], mask=(row[:, None] < F) & (h[None, :] < H), other=0.0
-    )  # fmt: skip
+    inside = (row[:, None] < F) & (h[None, :] < H)
+    weight = tl.load(weight_at + row[:, None] * H + h[None, :], mask=inside, other=0.0)
     scale = tl.load(scale_at + h, mask=h < H, other=0.0)
     shift = tl.load(shift_at + h, mask=h < H, other=0.0)
     first_tap = tl.load(taps_at + h, mask=h < H, other=0.0)

@@ -40,7 +40,7 @@ class Tile:
         return max(1, min(self.rows, 2**12 * self.warps // triton.next_power_of_2(width)))
 
     def columns_of(self, batch: int) -> int:
-        """The sequences per program, of so many in all."""
+        """The sequences per program, for a batch of this size."""
         return max(16, min(self.columns, triton.next_power_of_2(batch)))
 
 
@@ -68,17 +68,13 @@ class Tiles:
     overlap: bool = True
     """Whether a kernel loads weights before the one before has ended; needs compute capability 9."""
 
-    def slices(self, width: int) -> tuple[int, int]:
-        """How a batch's sum over a width is cut, in whole tiles: columns per slice, and slices, few if it is narrow."""
-        return _cut(width, self.splits, self.output_many.depth)
-
     def attention_slices(self, chunk: int, batch: int) -> tuple[int, int]:
         """How a chunk's keys are cut: keys per slice, and slices; not at all for several sequences."""
         return _cut(chunk, self.splits if batch == 1 else 1, self.attend.rows)
 
     @staticmethod
     def for_batch(batch: int, capability: tuple[int, int] = (9, 0)) -> "Tiles":
-        """The tiles for so many sequences on a device of this compute capability."""
+        """The tiles for a batch of this size on a device of this compute capability."""
         if batch == 1:
             tiles = Tiles(fold=Tile(rows=16, depth=32, stages=2), fold_precision="tf32x3")
         elif batch <= 16:
@@ -93,7 +89,7 @@ class Tiles:
 
 
 def _cut(size: int, most: int, tile: int) -> tuple[int, int]:
-    """A size in at most so many equal parts of whole tiles: the size of a part, and how many there are."""
+    """A size cut into at most `most` equal parts of whole tiles: the size of a part, and the number of parts."""
     part = triton.cdiv(triton.cdiv(size, most), tile) * tile
     return part, triton.cdiv(size, part)
 
@@ -182,9 +178,10 @@ class Stream:
     def product(self, norm: Pair, dense: Pair, out: Tensor, activation: str, mixing: Mixing | None = None) -> None:
         """φ(W norm(x) + b); the weight's last rows are those of `mixing`."""
         form, tiles, (rows, E) = self.form, self.tiles, dense[0].shape
+        channels = mixing.inner.shape[1] if mixing else 0
         if self.batch > 1:
-            self._add_and_norm(norm, mixing)
-            tile, channels = tiles.gate_many, mixing.inner.shape[1] if mixing else 0
+            self.settle(norm, mixing)
+            tile = tiles.gate_many
             columns = tile.columns_of(self.batch)
             decode_batch.gate_inner_many[(triton.cdiv(rows, tile.rows), triton.cdiv(self.batch, columns))](
                 self.normed, *dense, out, mixing.inner if mixing else out,
@@ -192,19 +189,12 @@ class Stream:
                 ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
             )  # fmt: skip
             return
-        tile = tiles.gate_one
-        at_once = tile.rows_of(E)
-        given = (self.x, *norm, *dense, out)
-        options = {"E_PAD": pad(E), "ROWS": at_once, **self.launch(tile)}
-        if mixing is None:
-            decode.product_one[(triton.cdiv(rows, at_once),)](
-                *given, form.epsilon, E, rows, form.centred, activation, **options
-            )
-            return
-        H = mixing.inner.shape[1]
-        decode.gate_inner_one[(triton.cdiv(rows, at_once) + triton.cdiv(H, tiles.channels),)](
-            *given, mixing.inner, mixing.inputs, mixing.taps, mixing.carried, mixing.base, self.read, form.epsilon,
-            E, rows - H, H, form.centred, activation, W_PAD=pad(form.block), CHANNELS=tiles.channels, **options,
+        tile, at_once = tiles.gate_one, tiles.gate_one.rows_of(E)
+        begun = (mixing.inner, *mixing[:4]) if mixing else (out,) * 5
+        decode.gate_inner_one[(triton.cdiv(rows, at_once) + triton.cdiv(channels, tiles.channels),)](
+            self.x, *norm, *dense, out, *begun, self.read, form.epsilon,
+            E, rows - channels, channels, form.centred, activation,
+            E_PAD=pad(E), W_PAD=pad(form.block), ROWS=at_once, CHANNELS=tiles.channels, **self.launch(tile),
         )  # fmt: skip
 
     def add(self, given: Tensor, dense: Pair) -> None:
@@ -219,7 +209,7 @@ class Stream:
             return
         tile = tiles.output_many
         columns = tile.columns_of(self.batch)
-        part, slices = tiles.slices(F)
+        part, slices = _cut(F, tiles.splits, tile.depth)  # fewer slices if it is narrow
         decode_batch.output_many[(triton.cdiv(E, tile.rows), slices, triton.cdiv(self.batch, columns))](
             given, dense[0], self._partial, self.batch, E, F,
             SLICE=part, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, **self.launch(tile),
@@ -239,7 +229,7 @@ class Stream:
             return
         tile = self.tiles.head_many
         columns = tile.columns_of(self.batch)
-        self._add_and_norm(norm, None, factor=form.head_scale)
+        self.settle(norm, factor=form.head_scale)
         decode_batch.head_many[(triton.cdiv(V, tile.rows), triton.cdiv(self.batch, columns))](
             self.normed, weight, *out, self.batch, V, E, ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth,
             **self.launch(tile),
@@ -259,8 +249,10 @@ class Stream:
             options["num_stages"] = tile.stages
         return options | ({"launch_pdl": True} if self.tiles.overlap and early else {})
 
-    def _add_and_norm(self, norm: Pair, mixing: Mixing | None, factor: float = 1.0) -> None:
-        """Add what is pending to the stream and norm it for what follows; beside it what earlier tokens add."""
+    def settle(self, norm: Pair, mixing: Mixing | None = None, factor: float = 1.0) -> None:
+        """Several rows: add what is pending to the stream, which a mixer that reads `x` itself needs first, and norm it
+        for what follows; beside it compute what earlier tokens add to `mixing`.
+        """
         form, unused = self.form, self.x
         bias, slices = self._pending or (norm[1], 0)
         self._pending = None

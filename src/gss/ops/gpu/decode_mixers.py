@@ -1,6 +1,6 @@
 """One token of each sequence through what mixes tokens: attention, GSS2's matrix state, and the fold of a GSS block.
 
-The fast paths of `gss.nn.attention` and `gss.nn.gss2` for a token at a time, and of `gss.nn.decode_plans` at the end of
+The fast paths of `gss.nn.attention` and `gss.nn.gss2` token by token, and of `gss.nn.decode_plans` at the end of
 a block; the products around them are those of GSS layers, in `decode` and `decode_batch`.
 
 **Attention** on chunks or over a sliding window. A program has a head of a sequence to itself, and no other reads or

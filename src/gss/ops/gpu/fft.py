@@ -25,8 +25,7 @@ from gss.ops.gpu.transpose import contiguous
 LONGEST = 4096
 """Longest row that one program holds."""
 
-CONVOLVE = {"SLICE": 32, "num_stages": 2}
-CORRELATE = {"SLICE": 32, "num_stages": 2}
+OPTIONS = {"SLICE": 32, "num_stages": 2}
 
 _SHORTEST = 512
 
@@ -78,7 +77,7 @@ def convolve(signal: Tensor, planes: Tensor, largest: Tensor, *, transpose: bool
     _convolve_kernel[(channels, triton.cdiv(rows, 2))](
         signal, planes, largest, out, *_tables(n1, n2, signal.device),
         rows, length, triton.cdiv(length, row), channels,
-        N1=n1, N2=n2, CONJUGATE=transpose, **_fitting(CONVOLVE, n1, n2),
+        N1=n1, N2=n2, CONJUGATE=transpose, **_fitting(n1, n2),
     )  # fmt: skip
     return out
 
@@ -89,7 +88,7 @@ def correlation(signal: Tensor, grad: Tensor, row: int) -> Tensor:
     n1, n2 = _shape(row)
     rows = batch * triton.cdiv(length, row)
     pairs = triton.cdiv(rows, 2)
-    options = _fitting(CORRELATE, n1, n2)
+    options = _fitting(n1, n2)
     slices = n2 // options["SLICE"]
     splits = max(1, min(pairs, 512 // (channels * slices)))
     out = torch.empty(splits, channels, 2, n1, n2, device=signal.device, dtype=torch.float32)
@@ -136,9 +135,9 @@ def _save(ctx, inputs, output):
 convolve_rows.register_autograd(_backward, setup_context=_save)
 
 
-def _fitting(options: dict[str, int], n1: int, n2: int) -> dict[str, int]:
+def _fitting(n1: int, n2: int) -> dict[str, int]:
     """Four warps for 64 rows of a tile: a tensor core's instruction takes that many."""
-    return {**options, "SLICE": min(options["SLICE"], n2), "num_warps": n1 // 16}
+    return {**OPTIONS, "SLICE": min(OPTIONS["SLICE"], n2), "num_warps": n1 // 16}
 
 
 @functools.lru_cache(maxsize=32)

@@ -18,35 +18,6 @@ ACTIVATIONS = ("gelu", "swish", "relu2", "relu")
 _TILE = {"BM": 4, "BN": 256, "STEPS": 64, "num_warps": 4}
 
 
-def gate_product_(
-    context: Tensor, gate: Tensor, gate_bias: Tensor | None, context_bias: Tensor | None, activation: str
-) -> Tensor:
-    """φ(gate + gate_bias) ∗ (context + context_bias), [M, F], in the place of `context`."""
-    grid, options = _launch(gate)
-    _gate_kernel[grid](context, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options)
-    return context
-
-
-def gate_gradients_(
-    grad: Tensor,
-    context: Tensor,
-    gate: Tensor,
-    gate_bias: Tensor | None,
-    context_bias: Tensor | None,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient of the gated product, [M, F]: those with respect to the gate and the context, the product,
-    and the two gradients' sums over rows, [2, F]. The first is in the place of `grad`, the third of `context`.
-    """
-    grad_context = torch.empty_like(gate)
-    grid, options = _launch(gate)
-    sums = torch.empty(grid[1], 2, gate.shape[1], device=gate.device)
-    _gate_backward_kernel[grid](
-        grad, context, grad_context, sums, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options
-    )
-    return grad, grad_context, context, sums.sum(0)
-
-
 def _launch(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid, and the options of a launch; where tiles cover the tensors exactly, nothing is masked."""
     rows, width = gate.shape
@@ -66,7 +37,10 @@ def gated_output(
     activation: str,
 ) -> Tensor:
     """(φ(gate + b₂) ∗ (y·contextᵀ + b₃))·outputᵀ for gate [M, F], y [M, H], context [F, H], output [E, F]: [M, E]."""
-    return gate_product_(y @ context.T, gate, gate_bias, context_bias, activation) @ output.T
+    product = y @ context.T
+    grid, options = _launch(gate)
+    _gate_kernel[grid](product, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options)
+    return product @ output.T
 
 
 @torch.library.custom_op("gss::gated_output_backward", mutates_args=())
@@ -81,12 +55,16 @@ def gated_output_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `gated_output` with respect to gate, y, context, output and, [2, F], the two biases."""
-    grad_gate, grad_context, product, grad_biases = gate_gradients_(
-        grad @ output, y @ context.T, gate, gate_bias, context_bias, activation
+    grad_gate, product, grad_context = grad @ output, y @ context.T, torch.empty_like(gate)
+    grid, options = _launch(gate)
+    sums = torch.empty(grid[1], 2, gate.shape[1], device=gate.device)
+    biases = (gate_bias, context_bias)
+    _gate_backward_kernel[grid](
+        grad_gate, product, grad_context, sums, gate, *biases, *gate.shape, ACTIVATION=activation, **options
     )
     grad_output = grad.T @ product
     del product
-    return grad_gate, grad_context @ context, grad_context.T @ y, grad_output, grad_biases
+    return grad_gate, grad_context @ context, grad_context.T @ y, grad_output, sums.sum(0)
 
 
 @gated_output.register_fake
@@ -173,7 +151,7 @@ def _gate_kernel(
     context, gate, gate_bias, context_bias, rows, width,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A program goes down its columns."""
+    """φ(gate + b₂) ∗ (context + b₃), [M, F], in the place of `context`; a program goes down its columns."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     b2 = _load_bias(gate_bias, n, width, BN)
     b3 = _load_bias(context_bias, n, width, BN)
@@ -192,6 +170,8 @@ def _gate_backward_kernel(
     grad, context, grad_context, sums, gate, gate_bias, context_bias, rows, width,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
+    """From the gradient of that product: in its place the one with respect to the gate, `grad_context`, the product in
+    the place of `context`, and the sums over a program's rows of both gradients."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     b2 = _load_bias(gate_bias, n, width, BN)
     b3 = _load_bias(context_bias, n, width, BN)

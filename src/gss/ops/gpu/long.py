@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gss.ops.gpu.fft import convolve, correlation, row_length, spectrum, taps_of_spectrum
-from gss.ops.gpu.powers import largest_of, load_pair, pack_row, store_pair, table_of, times
+from gss.ops.gpu.powers import largest_of, load_pair, pack_row, packed_rows, store_pair, table_of, times
 from gss.ops.gpu.taps import from_modes, gradients_of, half_product, modes_and_drive
 from gss.ops.gpu.transpose import contiguous
 
@@ -47,7 +47,7 @@ def mix_long(
     after = torch.empty(*_kept(signal, count, keep_state), device=signal.device)
     if rows > first or known:
         sums, scale = _projected(signal, table, row, known, reverse=True)
-        packed, packed_scale = _room(batch * channels * (rows - first), 2 * count, signal)
+        packed, packed_scale = packed_rows(batch * channels * (rows - first), 2 * count, signal)
         _pass_kernel[(batch * channels,)](
             sums, scale, modes, drive, readout, None if state is None else state.contiguous(), after,
             states, packed, packed_scale, channels, row, length - (rows - 1) * row, rows, known,
@@ -86,7 +86,7 @@ def mix_long_backward(
         carried_sums, carried_scale = _projected(grad, table, row, rows - first, first)
         ramped, ramped_scale = _projected(grad, table, row, rows - first, first, ramp=True)
         inputs, input_scale = _projected(signal, table, row, known, reverse=True, ramp=True)
-        packed, packed_scale = _room(batch * channels * known, 2 * count, signal)
+        packed, packed_scale = packed_rows(batch * channels * known, 2 * count, signal)
         partial = torch.empty(2, batch, channels, 2, count, device=signal.device)
         _pass_backward_kernel[(batch * channels,)](
             carried_sums, carried_scale, ramped, ramped_scale, inputs, input_scale, states, grad_after.contiguous(),
@@ -150,12 +150,6 @@ def _kept(signal: Tensor, modes: int, wanted: bool) -> tuple[int, ...]:
     return (*signal.shape[:2], modes, 2) if wanted else (0,)
 
 
-def _room(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows of float16, and a scale each."""
-    packed = torch.empty(rows, width, dtype=torch.float16, device=like.device)
-    return packed, torch.empty(rows, device=like.device)
-
-
 def _projected(
     signal: Tensor, table: Tensor, row: int, count: int, first: int = 0, reverse: bool = False, ramp: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -164,7 +158,7 @@ def _projected(
     With `reverse`, of rows read backwards; with `ramp`, weighted by j.
     """
     batch, channels, length = signal.shape
-    packed, scale = _room(batch * channels * count, row, signal)
+    packed, scale = packed_rows(batch * channels * count, row, signal)
     if not count:
         return packed.new_empty(0, table.shape[0], dtype=torch.float32), scale
     _pack_rows_kernel[(batch * channels * count,)](

@@ -10,17 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-def pack_modes(weights: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of pairs [R, N, 2] times a complex `factor` [N, 2] in float64: real parts, then negated imaginary parts,
-    [R, 2N] in float16 over each row's largest; and the largest [R].
-    """
-    rows, modes, _ = weights.shape
-    packed = torch.empty(rows, 2 * modes, dtype=torch.float16, device=weights.device)
-    scale = torch.empty(rows, device=weights.device)
-    _pack_modes_kernel[(rows,)](
-        weights, factor, packed, scale, modes, BN=triton.next_power_of_2(modes), num_warps=4
-    )  # fmt: skip
-    return packed, scale
+def packed_rows(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for rows of float16, and for the scale of each."""
+    return like.new_empty(rows, width, dtype=torch.float16), like.new_empty(rows, dtype=torch.float32)
 
 
 def table_of(pairs: Tensor, length: int) -> Tensor:
@@ -91,14 +83,3 @@ def pack_row(packed, scale, row, re, im, n, mask, MODES: tl.constexpr):
     tl.store(at, (re / largest).to(tl.float16), mask=mask)
     tl.store(at + MODES, (im / largest).to(tl.float16), mask=mask)
     tl.store(scale + row, largest)
-
-
-@triton.jit
-def _pack_modes_kernel(weights, factor, packed, scale, MODES: tl.constexpr, BN: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BN)
-    mask = n < MODES
-    re, im = load_pair(weights + (row * MODES + n) * 2, mask)
-    f_re, f_im = load_pair(factor + n * 2, mask)
-    re, im = times(re, im, f_re.to(tl.float32), f_im.to(tl.float32))
-    pack_row(packed, scale, row, re, -im, n, mask, MODES)

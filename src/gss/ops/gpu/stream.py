@@ -14,7 +14,7 @@ _TILE = 4096
 
 
 def normalize_to(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool, kind: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, kind: torch.dtype
 ) -> Tensor:
     """Layer norm (`centred`) or RMS norm over the last dimension, computed in float32, given in `kind`."""
     width = x.shape[-1]
@@ -51,8 +51,7 @@ def _norm_kernel(
     if CENTRED:
         value = tl.where(mask, value - tl.sum(value, 1)[:, None] / width, 0.0)
     value = value * tl.rsqrt(tl.sum(value * value, 1)[:, None] / width + epsilon)
-    if weight is not None:
-        value = value * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    value = value * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         value = value + tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gss.ops.gpu.powers import largest_of, load_pair, pack_modes, store_pair, times
+from gss.ops.gpu.powers import largest_of, load_pair, pack_row, packed_rows, store_pair, times
 
 
 def modes_and_drive(log_decay: Tensor, frequency: Tensor, exponentiated: bool) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,9 @@ def from_modes(drive: Tensor, table: Tensor, readout: Tensor, skip: Tensor) -> T
     """K [H, T] with D in its first tap, float32, from B̄, a table of the powers of Ā and parameters as in
     `gss.nn.state_space`.
     """
-    packed, scale = pack_modes(readout, drive)
+    channels, modes, _ = readout.shape
+    packed, scale = packed_rows(channels, 2 * modes, readout)
+    _pack_modes_kernel[(channels,)](readout, drive, packed, scale, modes, BN=triton.next_power_of_2(modes), num_warps=4)
     out = half_product(packed, table).mul_(scale.unsqueeze(-1))
     out[:, 0] += skip
     return out
@@ -44,12 +46,11 @@ def gradients_of(
     by_log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the four parameters from the taps' gradient [H, T], and where states are carried as well from
-    those by w = C·B̄·Ā [H, 2, N] and by λ itself [2, N].
+    those with respect to w = C·B̄·Ā [H, 2, N] and to λ itself [2, N].
     """
     channels, length = grad.shape
     count = modes.shape[0]
-    packed = torch.empty(2 * channels, length, dtype=torch.float16, device=grad.device)
-    scale = torch.empty(2 * channels, device=grad.device)
+    packed, scale = packed_rows(2 * channels, length, grad)
     _pack_ramp_kernel[(2 * channels,)](
         grad, packed, scale, channels, length, BL=triton.next_power_of_2(length), num_warps=8
     )
@@ -87,6 +88,18 @@ def _modes_kernel(log_decay, frequency, modes, drive, count, EXPONENTIATED: tl.c
     store_pair(modes + 2 * n, re, im, mask)
     drive_re = tl.where(still, 1.0, (top_re * re + top_im * im) / size)
     store_pair(drive + 2 * n, drive_re, (top_im * re - top_re * im) / size, mask)
+
+
+@triton.jit
+def _pack_modes_kernel(weights, factor, packed, scale, MODES: tl.constexpr, BN: tl.constexpr):
+    """C·B̄ of a channel: real parts, then negated imaginary parts, in float16 over the largest of them."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BN)
+    mask = n < MODES
+    re, im = load_pair(weights + (row * MODES + n) * 2, mask)
+    f_re, f_im = load_pair(factor + n * 2, mask)
+    re, im = times(re, im, f_re.to(tl.float32), f_im.to(tl.float32))
+    pack_row(packed, scale, row, re, -im, n, mask, MODES)
 
 
 @triton.jit
