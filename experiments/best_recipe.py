@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments import quality
-from experiments.compare import paired_ratio
 from experiments.tables import markdown
 from gss.reproduce.settings import SYSTEMS
 from gss.reproduce.tables import LENGTH_NAMES, NONE, mean, millions
@@ -97,7 +96,6 @@ def _ratio(group: Sequence[Run], models: Sequence[Sequence[Run]]) -> str:
         if other[0]["system"].startswith("llama") and near and scored:
             if other is group:
                 return "1"
-            pair = (quality.half(quality.mean_documents(runs, _PAIRED_AT), "report") for runs in (group, other))
-            found = paired_ratio(*pair)
+            found = quality.paired(group, other, "report", _PAIRED_AT)
             return f"{found.ratio:.3f} ± {found.standard_error:.3f}"
     return NONE

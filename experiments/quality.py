@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments import fla_layers
-from experiments.compare import paired_ratio
+from experiments.compare import Comparison, paired_ratio
 from experiments.side_by_side import shared_gpu
 from gss.io.files import write_file
 
@@ -214,10 +214,34 @@ def perplexity(result: dict[str, Any], which: str, length: int = 4096) -> float 
     return math.exp(sum(nats for nats, _ in documents) / sum(count for _, count in documents)) if documents else None
 
 
-def mean_documents(runs: Sequence[dict[str, Any]], length: int) -> Documents:
-    """Nats and targets of each document, as the mean over runs that differ in their seed."""
-    by_document = zip(*(run["documents"][str(length)] for run in runs), strict=True)
-    return [(statistics.mean(nats for nats, _ in scored), scored[0][1]) for scored in by_document]
+def paired(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], which: str, length: int) -> Comparison:
+    """Our perplexity over theirs, means over seeds, paired by document.
+
+    With another edition of a vocabulary documents have a token more or less: runs are compared with those that were
+    scored on the same tokens, and a document counts once for each edition that both sides have.
+    """
+    sides = [_by_tokens(runs, length) for runs in (ours, theirs)]
+    shared = [tokens for tokens in sides[0] if tokens in sides[1]]
+    return paired_ratio(*(half(_added([side[tokens] for tokens in shared]), which) for side in sides))
+
+
+def _by_tokens(runs: Sequence[dict[str, Any]], length: int) -> dict[tuple[int, ...], Documents]:
+    """Nats and targets of each document, as the mean over the runs that were scored on the same tokens."""
+    groups: dict[tuple[int, ...], list[list[float]]] = {}
+    for run in runs:
+        nats, counts = zip(*run["documents"][str(length)], strict=True)
+        groups.setdefault(counts, []).append(nats)
+    return {
+        counts: [(statistics.mean(nats), count) for *nats, count in zip(*seeds, counts, strict=True)]
+        for counts, seeds in groups.items()
+    }
+
+
+def _added(editions: Sequence[Documents]) -> Documents:
+    """Nats and targets of each document in all editions together."""
+    if not editions:
+        raise ValueError("the two systems were not scored on the same tokens: no edition of the documents is common")
+    return [(sum(nats for nats, _ in same), sum(count for _, count in same)) for same in zip(*editions, strict=True)]
 
 
 def without_seed(system: str) -> str:
@@ -246,7 +270,7 @@ def table(corpus: str, results: Sequence[dict[str, Any]], which: str = "report")
     ]
     for runs in groups:
         cells = [_cell([perplexity(run, which, length) for run in runs]) for length in scored]
-        pair = paired_ratio(*(half(mean_documents(group, beside), which) for group in (runs, llama)))
+        pair = paired(runs, llama, which, beside)
         ratio = "1" if runs is llama else f"{pair.ratio:.3f} ± {pair.standard_error:.3f}"
         size = f"{runs[0]['parameters'] / 1e6:.1f}M"
         lines.append(f"| {_label(runs[0])} | {size} | {len(runs)} | {' | '.join(cells)} | {ratio} |")

@@ -1,6 +1,7 @@
 """Systems on the same tokens: trained in a process each, scored by document, paired, resumed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,19 @@ def test_the_plan_names_systems_that_there_are() -> None:
     plan = quality.parsed((Path(quality.__file__).parent / "quality.plan").read_text())
     assert len({line[:2] for line in plan}) == len(plan)
     assert {system.split("+")[0] for _, system, _ in plan} <= {*PRESETS, *PEERS}
+
+
+def test_runs_are_compared_where_they_were_scored_on_the_same_tokens() -> None:
+    """The second edition of the documents has a token less: each is compared with itself, a document counts once."""
+    first = {"documents": {"4096": [(30.0, 10), (62.0, 20), (8.0, 4), (9.0, 4)]}}
+    second = {"documents": {"4096": [(27.0, 9), (61.0, 20), (8.0, 4), (9.0, 4)]}}
+    theirs = [
+        {"documents": {"4096": [(nats + 1, count) for nats, count in run["documents"]["4096"]]}}
+        for run in (first, second)
+    ]
+    found = quality.paired([first, second], theirs, "choose", 4096)
+    assert found.documents == 2
+    assert found.ratio == pytest.approx(math.exp(-4 / (10 + 9 + 4 + 4)))
+    assert quality.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
+    with pytest.raises(ValueError, match="no edition"):
+        quality.paired([first], theirs[1:], "choose", 4096)
