@@ -180,7 +180,7 @@ def load(
     """
     folder = run_folder(run)
     config = read_config(folder)
-    model, step = load_model(folder, config, step)
+    model, step = load_model(folder, config, step, mapped=torch.device(device).type != "cpu")
     if weights == "fp32" and is_quantized(model):
         packed, model = model, build_model(model.config).eval()
         model.load_state_dict(unpacked_state(packed))
