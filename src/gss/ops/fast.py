@@ -46,6 +46,17 @@ def usable(device: torch.device) -> bool:
     return _enabled and _TRITON and device.type == "cuda" and _capable(device.index)
 
 
+def prepare(device: torch.device) -> None:
+    """Do what the first kernel on a device would wait for, in a thread beside other work: importing the kernels, and
+    launching one, for which Triton loads its driver and hashes itself. Nothing where kernels cannot run.
+    """
+    if usable(device):
+        from gss.ops.gpu import decode_launch, long, transpose  # noqa: F401
+
+        with torch.no_grad():
+            transpose.swapped(torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device))
+
+
 def half(tensor: Tensor) -> torch.dtype | None:
     """The 16-bit type that kernels may compute in for this tensor; None where there are none or it wants more."""
     if not usable(tensor.device):
