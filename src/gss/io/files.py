@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 _LARGEST = 1 << 27  # bytes of a file that is read whole: settings, manifests and vocabularies are never near it
-_HASHED = 1 << 24  # bytes at a time: between two pieces, the thread waits for others that run Python
 _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -109,11 +108,8 @@ def read_json(path: Path, kind: type = dict) -> Any:
 def file_facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
     """A file's size and SHA-256, which is computed unless it is given."""
     if sha256 is None:
-        digest, piece = hashlib.sha256(), memoryview(bytearray(_HASHED))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                digest.update(piece[:count])
-        sha256 = digest.hexdigest()
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size": path.stat().st_size, "sha256": sha256}
 
 
