@@ -19,6 +19,7 @@ import gss
 from gss.config import ModelConfig, from_mapping
 from gss.data import Batch
 from gss.io import checkpoint
+from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
 from gss.training import snapshot
 from gss.training.config import TrainConfig
@@ -42,6 +43,20 @@ def test_run_and_state() -> None:
     assert_expected("run", loaded.model(TOKENS)[0])
     state = load_state(FIXTURES / "state.safetensors")
     assert_expected("state", loaded.model(TOKENS.flip(1), state)[0])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_weights_that_stay_in_their_file(tmp_path: Path, kind: torch.dtype) -> None:
+    run = FIXTURES / "run"
+    config = read_config(run)
+    saved = checkpoint.load(run / "checkpoints" / "step-00000012", [checkpoint.MODEL])
+    weights = {name: tensor.to(kind) for name, tensor in saved.tensors[checkpoint.MODEL].items()}
+    checkpoint.save(tmp_path / "checkpoints", 1, {checkpoint.MODEL: weights}, {})
+    copied, mapped = (load_model(tmp_path, config, mapped=mapped)[0] for mapped in (False, True))
+    for a, b in zip(copied.parameters(), mapped.parameters(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert a.requires_grad == b.requires_grad
+        assert torch.equal(a, b)
 
 
 def test_training_goes_on_from_the_checkpoint() -> None:

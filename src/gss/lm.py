@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from gss.model import LanguageModel, build_model
 from gss.nn.context import Context
 from gss.nn.quantized import is_quantized, quantize, unpacked_state
 from gss.nn.state import ModelState
+from gss.ops import fast
 from gss.ops.cpu.pages import use_large_pages
 from gss.precision import resolved, running
 from gss.sampling import Sampling, SamplingOptions
@@ -180,7 +182,9 @@ def load(
     """
     folder = run_folder(run)
     config = read_config(folder)
-    model, step = load_model(folder, config, step)
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(fast.prepare, torch.device(device))  # hashing the weights leaves a core free for it
+        model, step = load_model(folder, config, step, mapped=torch.device(device).type != "cpu")
     if weights == "fp32" and is_quantized(model):
         packed, model = model, build_model(model.config).eval()
         model.load_state_dict(unpacked_state(packed))

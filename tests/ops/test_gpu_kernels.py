@@ -4,6 +4,9 @@ On a CUDA device they run there (`pytest -m gpu`); elsewhere in Triton's interpr
 """
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -290,7 +293,7 @@ def test_what_a_compiler_is_told_of_an_operation_with_states() -> None:
     space = DiagonalStateSpace(2, gss.preset("gss-tiny", state_space={"modes": 8}).state_space).to(DEVICE)
     signal, state = draw(1, 2, 70, kind=torch.float16).requires_grad_(), draw(1, 2, 8, 2).requires_grad_()
     parameters = (space.log_decay, space.frequency, space.readout, space.skip, True)
-    torch.library.opcheck(long.mix_long, (signal, *parameters, state, True), rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(long.mix_long.op, (signal, *parameters, state, True), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
@@ -355,3 +358,38 @@ def test_other_forms_than_the_papers(form: dict[str, object]) -> None:
         assert (found[1] is None) is not keep
         if after is not None and found[1] is not None:
             assert relative_error(found[1].cpu(), after) < HALF
+
+
+INFERENCE = """
+import sys
+import threading
+import torch
+import gss
+from gss.ops import fast
+fast.usable = lambda device: True
+thread = threading.Thread(target=fast.prepare, args=[torch.device("cpu")])
+thread.start()
+thread.join()
+layers = {"pattern": ("gss2", "gss", "attention"), "depth": 3, "zero_outputs": False, "attention": {"sliding": None}}
+sizes = {"vocab_size": 61, "width": 16, "gate_width": 16, "channels": 2, "state_space": {"modes": 2}}
+model = gss.build_model(gss.preset("gss2-tiny", **layers, **sizes))
+called, call = set(), fast.Operation.__call__
+fast.Operation.__call__ = lambda self, *given: called.add(self.op._qualname) or call(self, *given)
+with torch.no_grad(), torch.autocast("cpu", torch.float16):
+    model(torch.zeros(1, 64, dtype=torch.int64))
+expected = {"swapped", "short_mix", "matrix_scan", "mix_long", "gated_output", "rotary_table"}
+assert called == {f"gss::{name}" for name in expected}, called
+assert not {"torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor"} & sys.modules.keys()
+
+from gss.ops.gpu.transpose import swapped
+x = torch.randn(2, 3, 4, requires_grad=True)
+swapped(x).backward(weight := torch.randn(2, 4, 3))
+assert torch.equal(x.grad, weight.transpose(1, 2))
+assert "torch._dynamo" in sys.modules
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+def test_inference_does_not_import_the_compiler() -> None:
+    """That is the greater part of the time to the first token. What is differentiated goes through the operation."""
+    subprocess.run([sys.executable, "-c", INFERENCE], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})

@@ -121,7 +121,7 @@ def test_what_a_compiler_is_told() -> None:
     inputs = draw(3, heads=1)
     kinds = [torch.float64 if name == "rate" else torch.float32 for name in inputs]
     given = tuple(t.to(DEVICE, kind).requires_grad_() for t, kind in zip(inputs.values(), kinds, strict=True))
-    torch.library.opcheck(kernels.matrix_scan, given, rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(kernels.matrix_scan.op, given, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layers_state_space_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

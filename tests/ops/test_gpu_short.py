@@ -69,7 +69,7 @@ def test_it_is_the_plain_one(length: int, carried: bool, kind: torch.dtype) -> N
 def test_what_a_compiler_is_told() -> None:
     """Shapes, kinds and gradients without data, against what the operation does."""
     given = [t.to(DEVICE).requires_grad_() for t in draw(3, True, 1, 3, 2)]
-    torch.library.opcheck(short.short_mix, (*given, 1), rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(short.short_mix.op, (*given, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [2, 40])

@@ -63,10 +63,13 @@ def read_exported(folder: Path) -> dict[str, Any]:
     return known
 
 
-def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tuple[LanguageModel, int]:
+def load_model(
+    run: Path, config: dict[str, Any], step: int | None = None, mapped: bool = False
+) -> tuple[LanguageModel, int]:
     """A run's model in evaluation mode and the step of its weights: the newest intact checkpoint, or that of a step.
 
-    LoRA updates are merged into the weights, and a tuned first state becomes the model's.
+    LoRA updates are merged into the weights, and a tuned first state becomes the model's. With `mapped`, weights stay
+    in the file, mapped into memory, for a caller that copies them to a GPU anyway.
     """
     path, tensors, step = _exported(run) if config.get("model_type") == "gss" else _newest(run, step)
     described = from_mapping(ModelConfig, config["model"])
@@ -78,7 +81,10 @@ def load_model(run: Path, config: dict[str, Any], step: int | None = None) -> tu
         with _NothingDrawn():  # every number is about to be read
             model = build_model(described)
         expect(model, {name: tensor.shape for name, tensor in tensors.items()})
-        model.load_state_dict(tensors)
+        if mapped:
+            own = model.state_dict()
+            tensors = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
+        model.load_state_dict(tensors, assign=mapped)
         model.start_from(ModelState.from_named(first) if first else None)
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} holds no weights of the model that {run / 'config.json'} describes") from error
@@ -144,10 +150,13 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Skip random initialization: seconds for a large model, and on the meta device torch would import its compiler."""
+    """Skip random initialization: seconds for a large model, and on the meta device torch would import its compiler.
+
+    The draws' scaling too, the first to touch their memory.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):
+        if getattr(function, "__name__", "").endswith(("normal_", "uniform_", "mul_")):
             return args[0] if args else kwargs["tensor"]
         return function(*args, **(kwargs or {}))
 

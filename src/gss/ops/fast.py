@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ def enabled() -> bool:
 def usable(device: torch.device) -> bool:
     """Whether GPU kernels can run on a device and are wanted."""
     return _enabled and _TRITON and device.type == "cuda" and _capable(device.index)
+
+
+def prepare(device: torch.device) -> None:
+    """Do what the first kernel on a device would wait for, in a thread beside other work: importing the kernels, and
+    launching one, for which Triton loads its driver and hashes itself. Nothing where kernels cannot run.
+    """
+    if usable(device):
+        from gss.ops.gpu import decode_launch, long, transpose  # noqa: F401
+
+        with torch.no_grad():
+            transpose.swapped(torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device))
 
 
 def half(tensor: Tensor) -> torch.dtype | None:
@@ -83,3 +94,26 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         return (disabled or function)(*args, **kwargs)
 
     return call
+
+
+class Operation(Generic[R]):
+    """A function that is one operation to autograd and to the compiler: a `torch.library.custom_op`.
+
+    The first call of one of those imports the compiler, which takes seconds. Where nothing is differentiated and nobody
+    has imported it, the function is called as it is.
+    """
+
+    def __init__(self, name: str, function: Callable[..., R]) -> None:
+        self.op = torch.library.custom_op(name, function, mutates_args=())
+        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
+        self._function = function
+
+    def __call__(self, *args: Any) -> R:
+        if without_gradients() and "torch._dynamo" not in sys.modules:
+            return self._function(*args)
+        return self.op(*args)
+
+
+def operation(name: str) -> Callable[[Callable[..., R]], Operation[R]]:
+    """Make a function that changes none of its arguments an `Operation`."""
+    return functools.partial(Operation, name)

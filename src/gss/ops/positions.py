@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from gss.ops import fast
+
 
 def sinusoid_frequencies(width: int, device: torch.device) -> Tensor:
     """Radians per token of each sine and cosine, [E/2] float64: wavelengths from 2π to 2π·10⁴ tokens."""
@@ -24,7 +26,7 @@ def rotary_frequencies(width: int, base: float, device: torch.device) -> Tensor:
     return base ** -(torch.arange(half, dtype=torch.float64, device=device) / half)
 
 
-@torch.library.custom_op("gss::rotary_table", mutates_args=())
+@fast.operation("gss::rotary_table")
 def rotary_table(position: Tensor, length: int, width: int, base: float, dtype: torch.dtype) -> Tensor:
     """Cosines and sines [2, B, L, d/2] of the angles at `position` [B] and the positions after it.
 

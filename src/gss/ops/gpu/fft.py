@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
 from gss.ops.gpu.transpose import contiguous
 
 LONGEST = 4096
@@ -100,13 +101,13 @@ def correlation(signal: Tensor, grad: Tensor, row: int) -> Tensor:
     return out.sum(0) if splits > 1 else out[0]
 
 
-@torch.library.custom_op("gss::convolve_rows", mutates_args=())
+@fast.operation("gss::convolve_rows")
 def convolve_rows(signal: Tensor, taps: Tensor) -> Tensor:
     """Each row of T samples of a signal [B, H, L], convolved with the taps [H, T] of its channel."""
     return convolve(signal, *spectrum(taps))
 
 
-@torch.library.custom_op("gss::convolve_rows_backward", mutates_args=())
+@fast.operation("gss::convolve_rows_backward")
 def convolve_rows_backward(grad: Tensor, signal: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of `convolve_rows` with respect to the signal and the taps."""
     grad = contiguous(grad)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
+
 ACTIVATIONS = ("gelu", "swish", "relu2", "relu")
 """Those of `gss.choices` that the kernels have; `gss.ops.gate` leaves the others to PyTorch."""
 
@@ -26,7 +28,7 @@ def _launch(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(width, wide), triton.cdiv(rows, high)), {**_TILE, "EVEN": even}
 
 
-@torch.library.custom_op("gss::gated_output", mutates_args=())
+@fast.operation("gss::gated_output")
 def gated_output(
     gate: Tensor,
     gate_bias: Tensor | None,
@@ -43,7 +45,7 @@ def gated_output(
     return product @ output.T
 
 
-@torch.library.custom_op("gss::gated_output_backward", mutates_args=())
+@fast.operation("gss::gated_output_backward")
 def gated_output_backward(
     grad: Tensor,
     gate: Tensor,

@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
 from gss.ops.gpu.fft import convolve, correlation, row_length, spectrum, taps_of_spectrum
 from gss.ops.gpu.powers import largest_of, load_pair, pack_row, packed_rows, store_pair, table_of, times
 from gss.ops.gpu.taps import from_modes, gradients_of, half_product, modes_and_drive
 from gss.ops.gpu.transpose import contiguous
 
 
-@torch.library.custom_op("gss::mix_long", mutates_args=())
+@fast.operation("gss::mix_long")
 def mix_long(
     signal: Tensor,
     log_decay: Tensor,
@@ -57,7 +58,7 @@ def mix_long(
     return y, after, states, taps
 
 
-@torch.library.custom_op("gss::mix_long_backward", mutates_args=())
+@fast.operation("gss::mix_long_backward")
 def mix_long_backward(
     grad: Tensor,
     grad_after: Tensor,

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
 from gss.ops.gpu.matrix_state_kernels import gradient_kernel, output_kernel, pass_kernel, powers_kernel, states_kernel
 from gss.ops.matrix_state import CHUNK
 
@@ -40,7 +41,7 @@ TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 """Values of a program, and values at a time where it has them all."""
 
 
-@torch.library.custom_op("gss::matrix_scan", mutates_args=())
+@fast.operation("gss::matrix_scan")
 def matrix_scan(
     queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,7 +60,7 @@ def matrix_scan(
     return y, after, states, table
 
 
-@torch.library.custom_op("gss::matrix_scan_backward", mutates_args=())
+@fast.operation("gss::matrix_scan_backward")
 def matrix_scan_backward(
     grad: Tensor, grad_after: Tensor, states: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     skip: Tensor | None,

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
+
 FUSED = True
 """Whether `gss.nn.gss2` takes this path where it can; read at every call."""
 TAPS, EPSILON = 4, 1e-6
@@ -26,7 +28,7 @@ FORWARD = {"ROWS": 8, "num_warps": 4}
 BACKWARD = {"ROWS": 8, "num_warps": 4}
 
 
-@torch.library.custom_op("gss::short_mix", mutates_args=())
+@fast.operation("gss::short_mix")
 def short_mix(
     x: Tensor, taps: Tensor, scale: Tensor, recent: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +45,7 @@ def short_mix(
     return out[0], out[1], out[2]
 
 
-@torch.library.custom_op("gss::short_mix_backward", mutates_args=())
+@fast.operation("gss::short_mix_backward")
 def short_mix_backward(
     by_queries: Tensor, by_keys: Tensor, by_values: Tensor, x: Tensor, taps: Tensor, scale: Tensor,
     recent: Tensor | None,

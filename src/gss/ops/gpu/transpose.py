@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gss.ops import fast
+
 _TILE = 64
 
 
-@torch.library.custom_op("gss::swapped", mutates_args=())
+@fast.operation("gss::swapped")
 def swapped(x: Tensor) -> Tensor:
     """[B, P, Q] → [B, Q, P], contiguous. A kernel of its own: within a reduction's, either side would be in pieces."""
     return _swapped(x.contiguous())
