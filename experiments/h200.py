@@ -180,7 +180,7 @@ def prefill(run: SpeedTable) -> None:
         for each in [name] if compiled else [name, f"transformer{run.suffix}"]:
             for piece in (run.long,) if compiled else (run.long, run.long // 4):
                 shapes = [(1, run.long)]
-                found += measurements(bench_prefill(each, shapes, run.device, piece, compiled, run.repeats))
+                found += measurements(bench_prefill(each, shapes, run.device, compiled, piece, run.repeats))
     found += _foreign(run, "prefill", f"1×{run.long}", lambda: prefill_foreign(
         "pypi-gss", preset(name), 1, run.long, run.device, run.repeats))  # fmt: skip
     run.keep(found)

@@ -227,7 +227,7 @@ def paired(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], whi
 
 def _by_tokens(runs: Sequence[dict[str, Any]], length: int) -> dict[tuple[int, ...], Documents]:
     """Nats and targets of each document, as the mean over the runs that were scored on the same tokens."""
-    groups: dict[tuple[int, ...], list[list[float]]] = {}
+    groups: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
     for run in runs:
         nats, counts = zip(*run["documents"][str(length)], strict=True)
         groups.setdefault(counts, []).append(nats)

@@ -67,7 +67,7 @@ def test_decode_measures_contexts_and_batches() -> None:
 def test_prefill_checks_and_measures_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gss-tiny", "transformer-tiny"):
         for piece, where in ((40, "1×100 in pieces of 40"), (100, "1×100")):
-            speed, error = bench_prefill(name, [(1, 100)], CPU, piece, repeats=1)
+            speed, error = bench_prefill(name, [(1, 100)], CPU, piece=piece, repeats=1)
             assert (speed.name, speed.unit) == (f"prefill {name}, {where}", "tokens/s")
             assert error.limit is not None
             assert error.value <= error.limit

@@ -96,8 +96,8 @@ def bench_prefill(
     name: str,
     shapes: Shapes,
     device: torch.device,
-    piece: int | None = None,
     compiled: bool = False,
+    piece: int | None = None,
     repeats: int = 10,
     report: Report = lambda text: None,
 ) -> list[Figure]:

@@ -67,7 +67,7 @@ def bench_command(
             compiled = gpu if compile_ is None else compile_
             rows = bench_train(name, shapes, where, rate, compiled, repeats, status.update)
         elif what == "prefill":
-            rows = bench_prefill(name, shapes, where, piece, bool(compile_), repeats, status.update)
+            rows = bench_prefill(name, shapes, where, bool(compile_), piece, repeats, status.update)
         else:
             rows = bench_decode(name, shapes, where, repeats, status.update)
     found = provenance(where)
