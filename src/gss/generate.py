@@ -50,7 +50,7 @@ def stream_texts(
     stop: Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
-    speculate: bool = True,
+    speculate: bool | None = None,
     rows: int = 64,
     **options: Any,
 ) -> Iterator[TextPiece]:

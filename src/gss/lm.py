@@ -94,7 +94,7 @@ class LM:
         stop: Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
-        speculate: bool = True,
+        speculate: bool | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """The continuation of a prompt, as it is produced, in whole characters.
@@ -108,7 +108,7 @@ class LM:
         stop                  strings to end before
         state                 the result of `read`, which the prompt (then not empty) continues
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
-        speculate             speculate by lookup where that is faster; the text stays the same
+        speculate             speculate by lookup; the text stays the same. By default on a CPU, where it is faster
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))

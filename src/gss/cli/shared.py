@@ -19,7 +19,10 @@ Step = Annotated[int | None, Option(help="The checkpoint's step. Default: the ne
 Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 Precision = Annotated[str, Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
 Weights = Annotated[str | None, Option(help="Pack the weights: bf16, int8 or int4. Default: as they are.")]
-Speculate = Annotated[bool, Option(help="Draft by lookup in what was read where that is faster; same text.")]
+Speculate = Annotated[
+    bool | None,
+    Option("--speculate/--no-speculate", help="Draft by lookup in what was read; same text. Default: on a CPU."),
+]
 State = Annotated[Path | None, Option(help="A state of `gss read` or `gss train --tune state`: texts start there.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Force = Annotated[bool, Option("--force", help="Replace what an earlier command made in OUT.")]

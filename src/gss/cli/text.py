@@ -62,7 +62,7 @@ def generate_command(
     device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
-    speculate: Speculate = True,
+    speculate: Speculate = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
     **sampling: Any,
 ) -> None:
@@ -198,7 +198,7 @@ def serve_command(
     device: Device = "auto",
     precision: Precision = "auto",
     weights: Weights = None,
-    speculate: Speculate = True,
+    speculate: Speculate = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads for the model. Default: all cores but one.")] = None,
     batch: Annotated[int, Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
     queue: Annotated[int, Option(min=0, help="Maximum number of sequences that wait.")] = 256,

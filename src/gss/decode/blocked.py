@@ -37,7 +37,7 @@ class BlockedDecoder:
     stride = 1
     """How many tokens of each row `generate` produces most cheaply."""
     speculate = False
-    """Whether to draft tokens by lookup and verify several at once, where that is possible."""
+    """Whether rows that join are to draft tokens by lookup and verify several at once, where that is possible."""
     _tokens: Tensor
     _sampler: Sampler
 
@@ -56,6 +56,7 @@ class BlockedDecoder:
         """
         if count < 1:
             raise ValueError(f"at least 1 token is generated, not {count}")
+        self._settle()
         if tokens is not None:
             self._set_tokens(tokens)
         work, parts = self._sampler.work, []
@@ -89,6 +90,7 @@ class BlockedDecoder:
         sampler = sampler or Sampler(self._model.config.vocab_size, device, [Settings()] * state.batch)
         if tokens is None:
             tokens = torch.zeros(state.batch, dtype=torch.int64, device=device)
+        self._settle()
         self._block.join(state.batch)
         self._put(state, sampler, tokens, read)
 
@@ -98,6 +100,9 @@ class BlockedDecoder:
         Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
         """
         raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Wait for what is under way, where the host has yet to learn how many tokens it read."""
 
     def _set_tokens(self, tokens: Tensor) -> None:
         raise NotImplementedError

@@ -6,21 +6,27 @@ once; the state, the residual stream and every sum stay float32.
 Rows have places in buffers for 1, 2, 4, 8, … rows (at first, for as many as there are). A row that leaves frees its
 place and nothing moves; where there are too few places, or many more than rows, all rows change to other buffers.
 Buffers and their graphs are kept.
+
+A row that has been alone since it joined can speculate (`gss.decode.lookup`): a graph of its own reads the next token
+and a draft as if they were rows, draws after each, and moves the row on by what it keeps. The host learns how much
+that was when it comes back for more, which is when it looks for the next draft.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from gss.decode.blocked import BLOCK, BlockedDecoder
-from gss.decode.sampler import Draw, Sampler, Work
+from gss.decode.lookup import Lookup
+from gss.decode.sampler import NONE, Draw, Sampler, Work
 from gss.model import LanguageModel
 from gss.nn.decoding import GPUPlan
 from gss.nn.gpu_plans import WIDEST, norm_pair
 from gss.nn.state import ModelState
-from gss.ops.gpu.decode_launch import Form, Stream, Tiles
+from gss.ops.gpu.decode_launch import DRAFT, Draft, Form, Stream, Tiles
 from gss.ops.gpu.gate import ACTIVATIONS
 from gss.ops.positions import sinusoid_frequencies
 
@@ -32,6 +38,10 @@ _LONGEST_BLOCK = 128
 _SPARSE = 4
 # Layers whose blocks are folded side by side.
 _BESIDE = 4
+# Tokens that reading a draft must give on average to be faster than reading one by one, and how many are read one by
+# one where there is no draft. (Of the 192M preset, 8 tokens at once take 1.5 times as long as one; the host, as well.)
+_PAYS = 2.0
+_BETWEEN = 4
 
 
 def plans(model: LanguageModel, block: int) -> list[GPUPlan]:
@@ -58,12 +68,19 @@ class _Room:
     """Buffers for a number of rows, and the graphs that work on them."""
 
     def __init__(self, form: Form, layers: Sequence[GPUPlan], batch: int, head: Tensor) -> None:
-        vocab_size, device = len(head), head.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self.stream = Stream(form, batch, vocab_size, Tiles.for_batch(batch, capability), device)
+        self._vocab_size, device = len(head), head.device
+        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self.stream = Stream(form, batch, self._vocab_size, Tiles.for_batch(batch, self._capability), device)
         self.layers = [plan.on(self.stream) for plan in layers]
-        self.sampler = Sampler(vocab_size, device, [], capacity=batch)
+        # A row alone has its settings in all places of a draft.
+        self.sampler = Sampler(self._vocab_size, device, [], capacity=DRAFT if batch == 1 else batch)
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Draw]] = {}
+
+    @cached_property
+    def draft(self) -> tuple[Draft, list[GPUPlan]]:
+        """The layers once more, for several tokens of the one row."""
+        stream = Draft(self.stream, self._vocab_size, Tiles.for_draft(self._capability))
+        return stream, [layer.on(stream) for layer in self.layers]
 
 
 class GraphDecoder(BlockedDecoder):
@@ -75,6 +92,8 @@ class GraphDecoder(BlockedDecoder):
     """
 
     stride = UNROLL
+    _lookup: Lookup | None = None  # of a row that speculates
+    _under_way: tuple[Tensor, torch.cuda.Event | None, bool] | None = None  # tokens; whether they are a draft's
 
     @torch.no_grad()
     def __init__(
@@ -103,17 +122,63 @@ class GraphDecoder(BlockedDecoder):
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
+        self._settle()
         self._set_tokens(tokens)
         self._advance(1, None)
         return self._room.stream.logits[self._index]
 
     @torch.no_grad()
+    def advance(self) -> Draw:
+        self._settle()
+        lookup, work = self._lookup, self._sampler.work
+        if lookup is None or work.penalised:  # what a penalty has seen is not taken back
+            return self.generate(UNROLL)
+        draft, count = [], UNROLL
+        if self._gain >= _PAYS:
+            draft, count = lookup.draft(min(DRAFT, self._block.size - self._block.read) - 1), _BETWEEN
+        else:
+            self._gain += 0.1  # until it is tried again
+        if draft:
+            given = [NONE, *draft, *[NONE] * (DRAFT - 1 - len(draft))]
+            on_gpu = self._embedding.is_cuda
+            self._room.draft[0].given.copy_(torch.tensor(given, pin_memory=on_gpu), non_blocking=True)
+            drawn = self._run(("draft", work), lambda: self._read_draft(work)).map(torch.clone)
+        else:
+            drawn = self.generate(count)
+        tokens, ready = drawn.tokens[:, 0], None
+        if tokens.is_cuda:
+            tokens = torch.empty_like(tokens, device="cpu", pin_memory=True).copy_(tokens, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        self._under_way = tokens, ready, bool(draft)
+        return drawn
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        if self._under_way is None:
+            return
+        tokens, ready, drafted = self._under_way
+        self._under_way = None
+        if ready is not None:
+            ready.synchronize()
+        drawn = [token for token in tokens.tolist() if token != NONE]
+        if self._lookup is not None:
+            self._lookup.extend(drawn)
+        if drafted:
+            self._gain += 0.2 * (len(drawn) - self._gain)
+            self._count(len(drawn))
+
+    @torch.no_grad()
     def state(self) -> ModelState:
+        self._settle()
         layers = tuple(layer.state(self._index, self._block) for layer in self._room.layers)
         return ModelState(self._room.stream.position[self._index], layers)
 
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
+        self._settle()
+        if list(rows) != [0]:
+            self._lookup = None
         self._block.keep(rows)
         self._set_places([self._places[row] for row in rows])
         self._sampler.rows = [self._sampler.rows[row] for row in rows]
@@ -126,6 +191,9 @@ class GraphDecoder(BlockedDecoder):
             self._change_room(_power_of_two(self._block.rows))
         free = sorted(set(range(self._room.stream.batch)) - set(self._places))
         self._place(state, sampler, range(state.batch), tokens, free[: state.batch])
+        self._lookup, self._gain = None, 2 * _PAYS
+        if self.speculate and self._room.stream.batch == 1 and all(layer.drafts for layer in self._layers):
+            self._lookup = Lookup([*(read[0] if read else ()), *tokens.tolist()], DRAFT - 1)
 
     def _place(
         self, state: ModelState, sampler: Sampler, rows: Sequence[int], tokens: Tensor, places: Sequence[int]
@@ -135,7 +203,8 @@ class GraphDecoder(BlockedDecoder):
         index = torch.tensor(places, dtype=torch.int64, device=stream.device)
         stream.tokens[index], stream.position[index] = tokens, state.position
         stream.joined[index] = self._block.read
-        self._sampler.put(sampler, list(rows), list(places))
+        alone = stream.batch == 1
+        self._sampler.put(sampler, list(rows) * (DRAFT if alone else 1), list(range(DRAFT) if alone else places))
         self._sampler.rows += sampler.rows
         for layer, held in zip(self._room.layers, state.layers, strict=True):
             layer.put(held, index, self._block)
@@ -200,9 +269,7 @@ class GraphDecoder(BlockedDecoder):
         for step in range(steps):
             given = drawn[-1].tokens if drawn else stream.tokens
             stream.embed(given, self._embedding, self._wavenumber, early=step > 0 and not drawn)
-            for layer in room.layers:
-                layer.launch()
-            stream.head(self._norm, self._head)
+            self._read(stream, room.layers)
             if work is None or work.argmax:
                 stream.choose(tokens[step])
             else:
@@ -211,6 +278,25 @@ class GraphDecoder(BlockedDecoder):
             return Draw(tokens)
         stream.tokens.copy_(drawn[-1].tokens)
         return Draw.join(drawn, torch.stack)
+
+    def _read(self, stream: Stream, layers: Sequence[GPUPlan]) -> None:
+        """From embedded tokens to logits."""
+        for layer in layers:
+            layer.launch()
+        stream.head(self._norm, self._head)
+
+    def _read_draft(self, work: Work) -> Draw:
+        """Read the one row's next token and its draft, and keep what is drawn too: the tokens [DRAFT, 1] from there."""
+        stream, layers = self._room.draft
+        stream.begin(self._embedding, self._wavenumber)
+        self._read(stream, layers)
+        drawn = Draw(torch.empty_like(stream.tokens))
+        if work.argmax:
+            stream.choose(drawn.tokens)
+        else:
+            drawn = self._room.sampler.draw(stream.logits, stream.position, work)
+        stream.accept(drawn.tokens)
+        return drawn.map(lambda part: part.unsqueeze(1))
 
     def _fold_layers(self, late: bool) -> Draw:
         """Fold the blocks of all layers, some side by side."""

@@ -22,7 +22,7 @@ import torch
 from gss.decode.blocked import BlockedDecoder, decoder
 from gss.decode.prefill import PartialPrompt, Prefill, PrefixCache, score_lists
 from gss.decode.request import Finish, Output, Request, Score
-from gss.decode.sampler import Draw, Sampler, Settings
+from gss.decode.sampler import NONE, Draw, Sampler, Settings
 from gss.model import LanguageModel
 from gss.nn.decoding import without_gaps
 from gss.nn.state import ModelState
@@ -75,7 +75,8 @@ class _Fetched:
                 own: list[Score] = []
                 if (wanted := row.request.logprobs) is not None:
                     own = [(log, top[:wanted]) for log, top in score_lists(*(part[place] for part in scores))]
-                yield row, row.accept(tokens[place], own)
+                drawn = [token for token in tokens[place] if token != NONE]
+                yield row, row.accept(drawn, own[: len(drawn)])
 
 
 class Engine:
@@ -85,7 +86,7 @@ class Engine:
     piece         tokens of prompts that are read per round of `prefill`; by default 4,096, on a GPU 65,536
     cache_bytes   memory for the states of prompts, which later prompts with the same prefix start from
     precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
-    speculate     whether to draft by lookup where that pays: a row alone, on a CPU; what is drawn does not change
+    speculate     whether to draft by lookup where a row is alone; what is drawn does not change. By default on a CPU
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Engine:
         piece: int | None = None,
         cache_bytes: int = 0,
         precision: str = "auto",
-        speculate: bool = True,
+        speculate: bool | None = None,
     ) -> None:
         self._device = model.device
         if piece is None:
@@ -106,7 +107,8 @@ class Engine:
         self.model, self.max_rows, self.precision = model, rows, resolved(precision, model)
         self.cache = PrefixCache(cache_bytes)
         self.prompts = Prefill(model, self.cache, piece)
-        self.speculate = speculate
+        # Not measured on a GPU yet.
+        self.speculate = self._device.type == "cpu" if speculate is None else speculate
         self._waiting: deque[Request] = deque()
         self._running: list[_Row] = []
         self._in_flight: _Fetched | None = None
@@ -245,7 +247,7 @@ class Engine:
 
 
 def stream(
-    model: LanguageModel, requests: Sequence[Request], precision: str = "auto", speculate: bool = True
+    model: LanguageModel, requests: Sequence[Request], precision: str = "auto", speculate: bool | None = None
 ) -> Iterator[Output]:
     """The outputs of some requests, side by side, as they come."""
     if not requests:

@@ -27,6 +27,8 @@ _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _EFFECTS = {name: option.metadata["effect"] for name, option in OPTIONS.items() if option.metadata["effect"]}
 
 GREEDY = Sampling(temperature=0)
+NONE = -2
+"""In the place of a token: there is none."""
 
 
 class Settings(NamedTuple):
@@ -39,7 +41,10 @@ class Settings(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for."""
+    """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for.
+
+    Of a draft that was not kept whole, the last tokens are `NONE`.
+    """
 
     tokens: Tensor
     scores: tuple[Tensor, ...] | None = None

@@ -112,6 +112,9 @@ class GPUPlan:
     """
 
     stream: "Stream"
+    drafts = False
+    """Whether a placed plan can be put `on` a draft of its one row, with the same state, to read tokens of which the
+    last may be taken back: what it writes lies beyond its counters and the place in the block."""
 
     def on(self, stream: "Stream") -> Self:
         """This plan with buffers for the rows of a stream."""

@@ -31,6 +31,9 @@ _LARGEST_STATE = 2**14  # complex numbers of a head that a program holds
 class GSSPlan(GPUPlan):
     """A GSS layer with eigenvalues that all channels share."""
 
+    drafts = True
+    _mixing: Mixing
+
     @torch.no_grad()
     def __init__(self, layer: GSSLayer, block: int) -> None:
         space = layer.state_space
@@ -56,9 +59,12 @@ class GSSPlan(GPUPlan):
     def make_room(self, stream: Stream) -> None:
         _, H, N = self.planes.shape
         F, W, B = len(self.context[0]), len(self.taps), stream.batch
-        self._modes = stream.room(2, B, H, N)
         base, inner = (stream.scratch(name, H, dtype=torch.float32) for name in ("base", "inner"))
-        self._mixing = Mixing(stream.room(W, B, H), self.taps, stream.room(W, B, H), base, inner)
+        if stream.draft:
+            self._mixing = self._mixing._replace(base=base, inner=inner)
+        else:
+            self._modes = stream.room(2, B, H, N)
+            self._mixing = Mixing(stream.room(W, B, H), self.taps, stream.room(W, B, H), base, inner)
         self._gate, self._gated = stream.scratch("gate", F), stream.scratch("gated", F)
 
     def launch(self) -> None:
@@ -80,7 +86,7 @@ class GSSPlan(GPUPlan):
             rows = max(16, min(tile.rows, 2**15 // pad(H)))
             decode_batch.context_many[(triton.cdiv(F, rows), triton.cdiv(stream.batch, columns))](
                 *given, stream.batch, F, H, form.centred,
-                H_PAD=pad(H, 16), ROWS=rows, COLUMNS=columns, **stream.launch(tile),
+                H_PAD=pad(H, 16), ROWS=rows, COLUMNS=columns, DRAFT=stream.draft, **stream.launch(tile),
             )  # fmt: skip
         stream.add(self._gated, self.output)
 
@@ -123,6 +129,7 @@ class TransformerPlan(GPUPlan):
         self.query_key_value, self.output = dense_pair(layer.query_key_value), dense_pair(layer.output)
         self.heads, self.head_width = layer.heads, layer.head_width
         self.kept, self.ring = layer.reach or 0, not layer.chunk
+        self.drafts = not self.ring  # a token takes the place of one that its predecessors need
         weight = layer.output.weight
         self.frequency = None
         if layer.rotary_base is not None:
@@ -139,7 +146,8 @@ class TransformerPlan(GPUPlan):
 
     def make_room(self, stream: Stream) -> None:
         B, across, kept = stream.batch, self.heads * self.head_width, (self.heads, self.kept, self.head_width)
-        self._keys, self._values = (stream.room(B, *kept, dtype=torch.bfloat16) for _ in range(2))
+        if not stream.draft:
+            self._keys, self._values = (stream.room(B, *kept, dtype=torch.bfloat16) for _ in range(2))
         self._length = stream.counter()
         self._slice, self._slices = stream.tiles.attention_slices(self.kept, B)
         self._projected = stream.scratch("projected", 3 * across)
@@ -158,7 +166,8 @@ class TransformerPlan(GPUPlan):
             self._keys, self._values, self._length, self._attended, self._peak, self._total,
             self.head_width**-0.5, stream.form.epsilon, self.heads, self.head_width, self.kept, self._slice,
             WHOLE=stream.batch > 1, RING=self.ring, NORM=bool(self.scales), ROTARY=self.frequency is not None,
-            WIDTH_PAD=pad(self.head_width), KEYS=tile.rows_of(2 * self.head_width), **stream.launch(tile),
+            WIDTH_PAD=pad(self.head_width), KEYS=tile.rows_of(2 * self.head_width), DRAFT=stream.draft > 0,
+            **stream.launch(tile),
         )  # fmt: skip
         if stream.batch == 1:
             tile, (E, across) = stream.tiles.attended_one, self.output[0].shape
@@ -183,6 +192,10 @@ class TransformerPlan(GPUPlan):
         keys, values = (held[places].transpose(1, 2).float() for held in (self._keys, self._values))
         if self.ring:
             keys, values = (in_order(held, length, self.kept) for held in (keys, values))
+        else:  # beyond what was read, a draft may have left NaN
+            slot = torch.arange(self.kept, device=length.device)
+            known = (slot <= ((length - 1) % self.kept).unsqueeze(1))[:, :, None, None]
+            keys, values = (held.where(known, 0) for held in (keys, values))
         return {"keys": keys, "values": values, "length": length}
 
 

@@ -78,18 +78,28 @@ def normed_product(
 
 @triton.jit
 def earlier_outputs(
-    tile, inputs_at, taps_at, carried_at, base_at, read, rows, H: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr
-):
+    tile, inputs_at, taps_at, carried_at, base_at, read, rows,
+    H: tl.constexpr, W_PAD: tl.constexpr, ROWS: tl.constexpr, DRAFT: tl.constexpr = 0,
+):  # fmt: skip
     """y of this token but for its own input: what the block's starting state gives, and the block's earlier inputs.
 
-    Inputs and what the state adds are [W, B·H], taps [W, H]; `base` [B·H] is written.
+    Inputs and what the state adds are [W, B·H], taps [W, H]; `base` [B·H] is written. In a DRAFT, of a block of that
+    many tokens, rows are B successive tokens of one sequence and `read` is the place of the first.
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, W_PAD)
     inside = (place[:, None] < read) & (row[None, :] < rows)
-    held = tl.load(inputs_at + place[:, None] * rows + row[None, :], mask=inside, other=0.0)
-    taps = tl.load(taps_at + (read - place)[:, None] * H + (row % H)[None, :], mask=inside, other=0.0)
-    carried = tl.load(carried_at + read * rows + row, mask=row < rows, other=0.0)
+    known = row < rows
+    if DRAFT:
+        known &= read + row // H < DRAFT
+        inside &= known[None, :]
+        held = tl.load(inputs_at + place[:, None] * H + (row % H)[None, :], mask=inside, other=0.0)
+        taps = tl.load(taps_at + (read - place)[:, None] * H + row[None, :], mask=inside, other=0.0)
+        carried = tl.load(carried_at + read * H + row, mask=known, other=0.0)
+    else:
+        held = tl.load(inputs_at + place[:, None] * rows + row[None, :], mask=inside, other=0.0)
+        taps = tl.load(taps_at + (read - place)[:, None] * H + (row % H)[None, :], mask=inside, other=0.0)
+        carried = tl.load(carried_at + read * rows + row, mask=known, other=0.0)
     tl.store(base_at + row, carried + tl.sum(held * taps, 0), mask=row < rows)
 
 
@@ -249,3 +259,28 @@ def choose_next(
     token = tl.where(tl.max(best, 0) < float("inf"), token, -1)
     tl.store(tokens_at + row, token)
     tl.store(out_at + row, token)
+
+
+@triton.jit
+def accept_draft(
+    given_at, drawn_at, tokens_at, counters_at, read_at,
+    B, COUNTERS: tl.constexpr, B_PAD: tl.constexpr, COUNTERS_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """How many of B tokens that one sequence was given [B] it goes on from: the first, and those drawn [B] before them.
+
+    A token is taken back, too, where nothing could be drawn after it. What was drawn last is the next token; the
+    counters and the place in the block, until now those of the first token, follow. −2 replaces what was drawn beyond.
+    """
+    column = tl.arange(0, B_PAD)
+    counter = tl.arange(0, COUNTERS_PAD)
+    ready(OVERLAP)
+    given = tl.load(given_at + column, mask=column < B, other=-2)
+    before = tl.load(drawn_at + column - 1, mask=(column > 0) & (column < B), other=-1)
+    drawn = tl.load(drawn_at + column, mask=column < B, other=-1)
+    kept = (column == 0) | ((given == before) & (drawn >= 0))
+    count = tl.min(tl.where(kept, B_PAD, column), 0)
+    tl.store(tokens_at, tl.sum(tl.where(column == count - 1, drawn, 0), 0))
+    tl.store(drawn_at + column, tl.where(column < count, drawn, -2), mask=column < B)
+    read = tl.load(counters_at + counter, mask=counter < COUNTERS, other=0)
+    tl.store(counters_at + counter, read + count, mask=counter < COUNTERS)
+    tl.store(read_at, tl.load(read_at) + count - 1)

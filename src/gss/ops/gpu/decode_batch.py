@@ -20,11 +20,22 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, total):
-    """a·b + total, bfloat16 operands summed in float32."""
+def _dot(a, b, total):
     if INTERPRETED:  # Triton's interpreter takes bfloat16 numbers for integers here
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
+
+
+@triton.jit
+def dot(a, b, total):
+    """a·b + total, summed in float32, where a is bfloat16; a float32 b is split into two bfloat16 numbers."""
+    if b.dtype == tl.float32:
+        high = b.to(tl.bfloat16)
+        total = _dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), total)
+        total = _dot(a, high, total)
+    else:
+        total = _dot(a, b, total)
+    return total
 
 
 @triton.jit
@@ -39,7 +50,7 @@ def normed_rows(x, inside, scale, shift, epsilon, SIZE: tl.constexpr, CENTRED: t
 def add_and_norm(
     x_at, partial_at, bias_at, scale_at, shift_at, normed_at, inputs_at, taps_at, carried_at, base_at, read_at,
     epsilon, factor, B, E: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr, SPLITS: tl.constexpr,
-    E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
+    E_PAD: tl.constexpr, W_PAD: tl.constexpr, CHANNELS: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x [B, E] += the partial sums [SPLITS, B, E] of the product before and its bias; factor·norm(x). One program per
     row; those beyond the rows do the next layer's `earlier_outputs`, which needs none of it."""
@@ -60,7 +71,7 @@ def add_and_norm(
     else:
         ready(OVERLAP)
         read = tl.load(read_at)
-        earlier_outputs(row - B, inputs_at, taps_at, carried_at, base_at, read, B * H, H, W_PAD, CHANNELS)
+        earlier_outputs(row - B, inputs_at, taps_at, carried_at, base_at, read, B * H, H, W_PAD, CHANNELS, DRAFT)
 
 
 @triton.jit
@@ -111,9 +122,12 @@ def gate_inner_many(
 def context_many(
     inner_at, scale_at, shift_at, base_at, taps_at, inputs_at, read_at, weight_at, bias_at, gate_at, gated_at, epsilon,
     B, F: tl.constexpr, H: tl.constexpr, CENTRED: tl.constexpr,
-    H_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    H_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`decode.context_one` of rows: [B, F]; the inner norm and y are recomputed by every program of a batch's tile."""
+    """`decode.context_one` of rows: [B, F]; the inner norm and y are recomputed by every program of a batch's tile.
+
+    In a DRAFT (`decode.earlier_outputs`), y has the inputs of the tokens before it in the draft, too.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     h = tl.arange(0, H_PAD)
@@ -128,11 +142,23 @@ def context_many(
     inside = (column[:, None] < B) & (h[None, :] < H)
     inner = tl.load(inner_at + places, mask=inside, other=0.0)
     u = normed_rows(inner, inside, scale, shift, epsilon, H, CENTRED)
-    if tl.program_id(0) == 0:
-        tl.store(inputs_at + tl.load(read_at) * (B * H) + places, u, mask=inside)
     y = tl.load(base_at + places, mask=inside, other=0.0) + first_tap[None, :] * u
+    read = tl.load(read_at)
+    if DRAFT:
+        within = inside & (read + column < DRAFT)[:, None]
+        if tl.program_id(0) == 0:
+            tl.store(inputs_at + read * H + places, u, mask=within)
+        for earlier in range(0, B - 1):
+            given = tl.sum(tl.where((column == earlier)[:, None], u, 0.0), 0)
+            later = within & (column > earlier)[:, None]
+            taps = tl.load(taps_at + places - earlier * H, mask=later, other=0.0)
+            y = tl.where(later, y + taps * given[None, :], y)  # what was given may be NaN
+    else:
+        if tl.program_id(0) == 0:
+            tl.store(inputs_at + read * (B * H) + places, u, mask=inside)
+        y = y.to(weight.dtype)
     context = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + bias[:, None]
-    context = dot(weight, tl.trans(y.to(weight.dtype)), context)
+    context = dot(weight, tl.trans(y), context)
     places = column[None, :] * F + row[:, None]
     inside = (row[:, None] < F) & (column[None, :] < B)
     gate = tl.load(gate_at + places, mask=inside, other=0.0).to(tl.float32)

@@ -17,6 +17,9 @@ from gss.ops.gpu import decode, decode_batch
 Pair = tuple[Tensor, Tensor]
 """A weight and its bias, or a norm's scale and shift."""
 
+DRAFT = 8
+"""Tokens of one row that are read at once: the next, and drafted ones after it."""
+
 _MOST_COUNTERS = 256
 
 
@@ -87,6 +90,13 @@ class Tiles:
             tiles = replace(tiles, **{name: replace(getattr(tiles, name), stages=2) for name in names})
         return replace(tiles, overlap=capability >= (9, 0))
 
+    @staticmethod
+    def for_draft(capability: tuple[int, int] = (9, 0)) -> "Tiles":
+        """The tiles for a draft, whose activations are float32."""
+        tiles = Tiles.for_batch(DRAFT, capability)
+        names = ("gate_many", "output_many", "head_many")
+        return replace(tiles, **{name: replace(getattr(tiles, name), depth=128) for name in names})
+
 
 def _cut(size: int, most: int, tile: int) -> tuple[int, int]:
     """A size cut into at most `most` equal parts of whole tiles: the size of a part, and the number of parts."""
@@ -120,10 +130,17 @@ class Mixing(NamedTuple):
 
 
 class Stream:
-    """The residual stream x [B, E], its counters, the logits [B, V], and scratch memory that layers use in turn."""
+    """The residual stream x [B, E], its counters, the logits [B, V], and scratch memory that layers use in turn.
+
+    Activations between kernels are float32 for one row and bfloat16 for several.
+    """
+
+    draft = 0
+    """The tokens of a block where the rows are a draft of one row (`Draft`), else 0."""
 
     def __init__(self, form: Form, batch: int, vocab_size: int, tiles: Tiles, device: torch.device) -> None:
         self.form, self.batch, self.tiles, self.device = form, batch, tiles, device
+        self._between = torch.float32 if batch == 1 or self.draft else torch.bfloat16
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._pending: tuple[Tensor, int] | None = None  # a product's bias and its partial sums, still to be added
         self._counted = 1
@@ -131,7 +148,7 @@ class Stream:
         self.counters = self.room(_MOST_COUNTERS, batch, dtype=torch.int64)  # the first row: positions
         self.read = self.room(1, dtype=torch.int32)  # the place in the block of the last token
         self.joined = self.room(batch, dtype=torch.int32)  # where in the block each row came
-        self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=torch.bfloat16)
+        self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=self._between)
         self._partial = self.room(tiles.splits, batch, form.width)
         self.logits = self.room(batch, vocab_size)
         head_rows = tiles.head_one.rows_of(form.width) if batch == 1 else tiles.head_many.rows
@@ -148,14 +165,10 @@ class Stream:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same.
-
-        Activations between kernels are float32 for one row and bfloat16 for several, unless `dtype` says otherwise.
-        """
+        """Memory for what one kernel leaves to the next, shared by all layers that ask for the same."""
         key = (name, shape, dtype)
         if key not in self._scratch:
-            between = torch.float32 if self.batch == 1 else torch.bfloat16
-            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or between)
+            self._scratch[key] = self.room(self.batch, *shape, dtype=dtype or self._between)
         return self._scratch[key]
 
     def counter(self) -> Tensor:
@@ -262,7 +275,39 @@ class Stream:
         decode_batch.add_and_norm[(grid,)](
             self.x, self._partial, bias, *norm, self.normed, *begun, self.read,
             form.epsilon, factor, self.batch, form.width, H, form.centred, SPLITS=slices,
-            E_PAD=pad(form.width), W_PAD=pad(form.block), CHANNELS=self.tiles.channels, **self.launch(),
+            E_PAD=pad(form.width), W_PAD=pad(form.block), CHANNELS=self.tiles.channels, DRAFT=self.draft,
+            **self.launch(),
+        )  # fmt: skip
+
+
+class Draft(Stream):
+    """DRAFT successive tokens of a row that is alone on its stream, as the rows of this one, to read at once.
+
+    They work on the state and the counters of their row. What is taken back lies beyond the cursors and is written
+    over. All activations are float32, as for one row: what is drawn would differ too often otherwise.
+    """
+
+    def __init__(self, row: Stream, vocab_size: int, tiles: Tiles) -> None:
+        assert row.batch == 1
+        self.draft = row.form.block
+        super().__init__(row.form, DRAFT, vocab_size, tiles, row.device)
+        self._row, self.read = row, row.read
+        self.given = self.room(DRAFT, dtype=torch.int64)  # the first is the row's own; −2: none
+        self._ahead = torch.arange(DRAFT, device=row.device)
+
+    def begin(self, embedding: Tensor, wavenumber: Tensor | None) -> None:
+        """Begin with the row's next token, and the drafted tokens `given` after it."""
+        torch.add(self._row.counters, self._ahead, out=self.counters)
+        self.given[:1].copy_(self._row.tokens)
+        self.embed(self.given, embedding, wavenumber, early=False)
+
+    def accept(self, drawn: Tensor) -> None:
+        """Move the row on by the tokens that were drawn as they were drafted; −2 in place of what was drawn beyond."""
+        row = self._row
+        decode.accept_draft[(1,)](
+            self.given, drawn, row.tokens, row.counters, row.read,
+            DRAFT, self._counted, B_PAD=pad(DRAFT), COUNTERS_PAD=pad(self._counted),
+            **self.launch(early=False) | {"num_warps": 1},
         )  # fmt: skip
 
 

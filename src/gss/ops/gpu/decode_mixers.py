@@ -60,7 +60,7 @@ def attend(
     attended_at, peak_at, total_at, scale, epsilon,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, SLICE: tl.constexpr, WHOLE: tl.constexpr,
     RING: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries over keys [B, h, KEPT, d], the token's own among them; `length` [B] counts it.
 
@@ -68,6 +68,9 @@ def attend(
     the cache, which starts anew with each chunk, or is a RING. Written: the attended values [B, h, d] if WHOLE; else,
     for each slice [slices, B, h, d], their sum with weights e^(score − peak), the peak, and the sum of those weights,
     [slices, B, h] each.
+
+    In a DRAFT, whole and on chunks, B successive tokens of one sequence attend to its cache and to each other. A token
+    that would begin another chunk, and so write over keys that are needed if it is taken back, gets NaN.
     """
     row, head, part = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
     d = tl.arange(0, WIDTH_PAD)
@@ -76,14 +79,17 @@ def attend(
     position = tl.load(length_at + row) - 1
     place = (position % KEPT).to(tl.int32)
     last = tl.minimum(position, KEPT - 1).to(tl.int32) if RING else place
+    if DRAFT:
+        last = ((position - row) % KEPT).to(tl.int32) - 1  # in the cache; the draft's own come after
+        place = last + 1 + row
     own = projected_at + (row * 3 * HEADS + head) * WIDTH
     query = _vector(own, d, query_scale_at, frequency_at, position, epsilon, WIDTH, NORM, ROTARY) * scale
     key = _vector(own + HEADS * WIDTH, d, key_scale_at, frequency_at, position, epsilon, WIDTH, NORM, ROTARY)
     key = key.to(keys_at.dtype.element_ty)
     value = tl.load(own + 2 * HEADS * WIDTH + d, mask=inside, other=0.0).to(values_at.dtype.element_ty)
-    cached = tl.program_id(0).to(tl.int64) * KEPT * WIDTH
+    cached = (head if DRAFT else tl.program_id(0)).to(tl.int64) * KEPT * WIDTH
     first = part * SLICE
-    if (place >= first) & (place < first + SLICE):
+    if (place >= first) & (place < tl.minimum(first + SLICE, KEPT)):
         tl.store(keys_at + cached + place * WIDTH + d, key, mask=inside)
         tl.store(values_at + cached + place * WIDTH + d, value, mask=inside)
     peak = tl.full((), float("-inf"), tl.float32)
@@ -103,6 +109,20 @@ def attend(
         total = total * fading + tl.sum(weight, 0)
         weighted = weighted * fading + tl.sum(weight[:, None] * values, 0)
         peak = higher
+    if DRAFT:
+        for token in range(0, row + 1):
+            of_token = projected_at + ((token * 3 + 1) * HEADS + head) * WIDTH
+            at = position - row + token
+            its_key = _vector(of_token, d, key_scale_at, frequency_at, at, epsilon, WIDTH, NORM, ROTARY)
+            its_value = tl.load(of_token + HEADS * WIDTH + d, mask=inside, other=0.0)
+            score = tl.sum(its_key.to(keys_at.dtype.element_ty).to(tl.float32) * query, 0)
+            higher = tl.maximum(peak, score)
+            weight = tl.exp(score - higher)
+            fading = tl.exp(peak - higher)
+            total = total * fading + weight
+            weighted = weighted * fading + weight * its_value.to(values_at.dtype.element_ty).to(tl.float32)
+            peak = higher
+        total = tl.where(place < KEPT, total, float("nan"))
     rows = tl.num_programs(0)
     slot = part * rows + tl.program_id(0)
     if WHOLE:

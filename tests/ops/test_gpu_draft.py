@@ -1,0 +1,150 @@
+"""Speculation with the decoding kernels: the tokens and the state that there are without it, whatever the drafts."""
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import gss
+from gss.decode import GREEDY, Engine, Request, Sampling
+from gss.decode.sampler import NONE, Sampler, Settings
+from tests.ops.test_gpu_decode import DEVICES, KEYED, check_states, model_of, started
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95)
+# Drafts of 7 that end early with the block, 11 tokens, or the chunk, 8.
+CHUNKS: dict[str, object] = {"pattern": ("gss", "attention"), "depth": 2, "attention.chunk": 8}
+ROTARY: dict[str, object] = {"positions": "rotary", "attention.qk_norm": True, "attention.head_width": 6}
+CASES: dict[str, tuple[Sampling, dict[str, object]]] = {
+    "greedy": (GREEDY, {"depth": 2}),
+    "sampled": (SAMPLED, {"depth": 1, "norm": "rmsnorm", "bias": False, "positions": "sinusoidal"}),
+    "hybrid, greedy": (GREEDY, CHUNKS),
+    "hybrid, sampled": (SAMPLED, {**CHUNKS, **ROTARY, "norm": "rmsnorm", "feedforward": "gated"}),
+}
+BLOCK = 11
+# How many tokens of each draft are right: all, as far as a block goes; none; some.
+RIGHT = (7, 7, 7, 0, 3, 0, 1, 7, 5)
+
+
+class Scripted:
+    """In place of `Lookup`: drafts of the tokens to come, so many of them right."""
+
+    def __init__(self, coming: Sequence[int]) -> None:
+        self.coming, self.read, self.drafted = list(coming), 0, 0
+        self.right = itertools.cycle(RIGHT)
+
+    def draft(self, most: int) -> list[int]:
+        right, coming = next(self.right), self.coming[self.read : self.read + most]
+        self.drafted = min(right, len(coming))
+        return [token if place < right else (token + 1) % 61 for place, token in enumerate(coming)]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.read += len(tokens)
+
+
+def speculating(model: gss.LanguageModel, state: gss.ModelState, settings: Settings):  # type: ignore[no-untyped-def]
+    """A decoder with one row that speculates, whose next token is 7."""
+    import gss.decode.cuda
+
+    decoder = gss.decode.cuda.GraphDecoder(model, state, BLOCK)
+    decoder.keep([])
+    decoder.speculate = True
+    device = state.position.device
+    decoder.join(state, Sampler(61, device, [settings]), torch.tensor([7], device=device), [[1, 2, 3]])
+    return decoder
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_tokens_and_states(case: str, device: str) -> None:
+    sampling, sizes = CASES[case]
+    model = model_of(device, **sizes).eval()
+    with torch.no_grad():
+        for layer in model.layers:  # enough for the likeliest token not to be the one just read
+            layer.output.weight *= 16
+    _, state = started(model, 1)
+    settings = Settings(sampling, 5, None if sampling == GREEDY else 2)
+    count = 28
+    expected = speculating(model, state, settings).generate(count + 10)
+    tokens = expected.tokens[:, 0].tolist()
+    decoder = speculating(model, state, settings)
+    decoder._lookup = script = Scripted(tokens)
+    drawn, most = 0, 0
+    while drawn < count:
+        found = decoder.advance()
+        kept = [token for token in found.tokens[:, 0].tolist() if token != NONE]
+        assert kept == tokens[drawn : drawn + len(kept)]
+        for score, other in zip(found.scores or (), expected.scores or (), strict=True):
+            assert torch.allclose(score[: len(kept), 0], other[drawn : drawn + len(kept), 0], atol=1e-3)
+        if "hybrid" not in case and (drawn + 1) % BLOCK:  # where a block ends, there is no room for a draft
+            assert len(kept) == script.drafted + 1
+        drawn, most = drawn + len(kept), max(most, len(kept))
+        after, length = decoder.state(), torch.tensor([[7, *tokens[: drawn - 1]]], device=device)
+        with torch.no_grad():
+            _, read = model(length, state)
+        assert torch.equal(after.position, read.position)
+        check_states(after, read, 2e-2 if "hybrid" in case else 1e-4)
+        assert all(tensor.isfinite().all() for layer in after.layers for tensor in layer.values())
+    assert most >= 6
+    # One by one from there.
+    assert decoder.generate(3).tokens[:, 0].tolist() == tokens[drawn : drawn + 3]
+
+
+def test_drafts_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's tokens and scores; with a penalty on repetition, one by one."""
+    import gss.decode.cuda
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(device, depth=1).eval()
+    with torch.no_grad():
+        model.embedding.weight[5:] *= 0.01  # few tokens, which repeat themselves
+    drafts, read_draft = [], gss.decode.cuda.GraphDecoder._read_draft
+    monkeypatch.setattr(
+        gss.decode.cuda.GraphDecoder, "_read_draft", lambda self, work: drafts.append(work) or read_draft(self, work)
+    )
+    monkeypatch.setattr("gss.decode.engine.decoder", lambda model, state: gss.decode.cuda.GraphDecoder(model, state))
+    for options in ({"sampling": GREEDY, "logprobs": 1}, {"sampling": Sampling(repetition_penalty=1.3), "seed": 3}):
+        outputs = []
+        for speculate in (False, True):
+            engine = Engine(model, speculate=speculate)
+            request = Request(prompt=[3, 1, 4, 1, 5, 9] * 2, max_tokens=24, **options)
+            engine.submit(request)
+            outputs.append([output for output in engine.run() if output.tokens])
+        (plain, scores), (tokens, found) = (
+            ([t for o in each for t in o.tokens], [s[0] for o in each for s in o.scores]) for each in outputs
+        )
+        assert tokens == plain
+        assert found == pytest.approx(scores, abs=1e-3)
+        assert len(tokens) == 24
+    assert drafts
+    assert not any(work.penalised for work in drafts)
+
+
+def test_rows_that_come_while_a_draft_is_read() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(device, depth=1).eval()
+    _, state = started(model, 1)
+    tokens = speculating(model, state, Settings()).generate(20).tokens[:, 0].tolist()
+    decoder = speculating(model, state, Settings())
+    decoder._lookup = Scripted(tokens)
+    assert decoder.advance().tokens[:, 0].tolist() == tokens[:8]
+    decoder.join(state)
+    assert decoder._lookup is None
+    assert decoder.generate(1).tokens[:, 0].tolist() == tokens[8:9]
+    assert decoder.state().position.tolist() == [15, 7]
+    decoder.keep([0])
+    assert decoder.advance().tokens[:, 0].tolist() == tokens[9:17]
+    with torch.no_grad():
+        _, read = model(torch.tensor([[7, *tokens[:16]]], device=device), state)
+    check_states(decoder.state(), read, 2e-2)
+
+
+def test_models_that_cannot() -> None:
+    """A matrix state and a sliding window are not taken back: such models read one by one."""
+    model = model_of("cuda" if torch.cuda.is_available() else "cpu", **KEYED)
+    decoder = speculating(model, model.initial_state(1), Settings())
+    assert decoder._lookup is None
+    assert (decoder.advance().tokens >= 0).all()
