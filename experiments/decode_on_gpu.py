@@ -6,7 +6,12 @@ Run folders of presets with random weights are made. Then, as far as the seconds
 failure leaves the others: `gss generate` with an empty cache of compiled kernels and with a full one, in seconds from
 the command to the first text and tokens per second after it; where those seconds go; greedy tokens of the CUDA graph
 beside the plain decoder's, teacher-forced; `gss.decode.stream` with 1 and 64 prompts; `gss serve` with 64 clients; the
-other presets through the same check and `stream`. Needs a CUDA device.
+other presets through the same check and `stream`; speculation beside decoding without it, which alone is
+
+    python -m experiments.decode_on_gpu speculation.json --speculation --run RUN --text model.py
+
+where random weights repeat one token for ever if they are greedy, and never repeat themselves if they are sampled: the
+best case and the worst. RUN continues the text's first 5,000 characters. Needs a CUDA device.
 """
 
 import argparse
@@ -29,7 +34,8 @@ import torch
 
 import gss
 from experiments.serve_throughput import make_run, served, serving, spread
-from gss.decode import GREEDY, Decoder, Request, Sampling, decoder, stream
+from gss.decode import GREEDY, Decoder, Engine, Request, Sampling, decoder, stream
+from gss.generate import prompt_ids
 from gss.precision import running
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
@@ -138,6 +144,57 @@ def streamed(name: str, tokens: int) -> dict[str, Any]:
     return found
 
 
+def continued(engine: Engine, request: Request) -> tuple[list[int], dict[str, Any]]:
+    """The tokens of a request, and how fast and in how many steps they came after the first."""
+    engine.submit(request)
+    outputs, first = [], 0.0
+    for output in engine.run():
+        first = first or time.perf_counter()
+        outputs.append(output.tokens)
+    seconds = time.perf_counter() - first
+    tokens = [token for part in outputs for token in part]
+    return tokens, {"tokens_per_s": round((len(tokens) - 1) / seconds, 1), "steps": sum(map(bool, outputs)) - 1}
+
+
+def speculated(model: gss.LanguageModel, prompt: list[int], count: int) -> dict[str, Any]:
+    """Decoding with speculation and without by turns: tokens per second in three rounds, their ratios, how many tokens
+    are equal before the first that differs, and microseconds of each captured graph."""
+    found: dict[str, Any] = {}
+    for way, sampling in WAYS.items():
+        request = Request(prompt=prompt, max_tokens=count, sampling=sampling)
+        engines = {name: Engine(model, rows=1, speculate=name == "with") for name in ("with", "without")}
+        rounds = [{name: continued(engine, request) for name, engine in engines.items()} for _ in range(4)]
+        texts = [rounds[-1][name][0] for name in engines]
+        same = [a == b for a, b in zip(*texts, strict=True)]
+        found[f"{way}, equal"] = f"{[*same, False].index(False)} of {count}"
+        for name in engines:
+            found[f"{way}, {name}"] = [each[name][1] for each in rounds[1:]]  # the first compiles and captures
+        with_it, without = found[f"{way}, with"], found[f"{way}, without"]
+        pairs = zip(with_it, without, strict=True)
+        found[f"{way}, ratio"] = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in pairs]
+        graphs = engines["with"].decoder._room.graphs  # type: ignore[attr-defined]
+        found[f"{way}, µs"] = {str(key[0]): replayed(graph) for key, (graph, _) in graphs.items()}
+    return found
+
+
+def replayed(graph: torch.cuda.CUDAGraph, times: int = 50) -> float:
+    """Microseconds of a captured graph; what it works on is of no use afterwards."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return round(start.elapsed_time(end) * 1000 / times, 1)
+
+
+def after_text(run: Path, text: Path, count: int) -> dict[str, Any]:
+    """`speculated` for a run that has read the beginning of a text."""
+    lm = gss.load(run, device="cuda")
+    prompt = prompt_ids(lm.tokenizer, text.read_text(encoding="utf-8")[:5000], None)
+    return speculated(lm.model, prompt, count)
+
+
 def clients(run: Path, tokens: int, requests: int) -> dict[str, Any]:
     """`gss serve` with 64 clients, sampled as `stream` is, answers in one and streamed."""
     draw = random.Random(0)
@@ -176,6 +233,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--served", type=int, default=1024, help="tokens per request to the server")
     parser.add_argument("--seconds", type=float, default=120.0, help="no further part is begun after so many")
+    parser.add_argument("--speculation", action="store_true", help="measure speculation and nothing else")
+    parser.add_argument("--run", type=Path, help="a run that speculates after --text")
+    parser.add_argument("--text", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": options.model}
@@ -193,6 +253,14 @@ def main() -> None:
         print(f"{time.perf_counter() - begun:6.1f} s  {name}: {str(found[name])[:300]}", flush=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
+    if options.speculation:
+        for name in (options.model, "gss-hybrid"):
+            prompt = torch.randint(0, untrained(name).config.vocab_size, (128,)).tolist()
+            part(f"{name}, speculation", partial(speculated, untrained(name), prompt, options.tokens))
+        if options.run and options.text:
+            part(f"{options.run.name}, speculation", lambda: after_text(options.run, options.text, options.tokens))
+        print(table(found))
+        return
     with tempfile.TemporaryDirectory() as folder:
         for name in CACHES:
             os.environ[name] = str(Path(folder) / name)
