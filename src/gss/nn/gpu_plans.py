@@ -56,7 +56,7 @@ class GSSPlan(GPUPlan):
     def make_room(self, stream: Stream) -> None:
         _, H, N = self.planes.shape
         F, W, B = len(self.context[0]), len(self.taps), stream.batch
-        self._modes = stream.room(2, B, H, N)
+        self._modes = stream.room(2, B, H, N, dtype=torch.float64)
         base, inner = (stream.scratch(name, H, dtype=torch.float32) for name in ("base", "inner"))
         self._mixing = Mixing(stream.room(W, B, H), self.taps, stream.room(W, B, H), base, inner)
         self._gate, self._gated = stream.scratch("gate", F), stream.scratch("gated", F)
@@ -98,7 +98,7 @@ class GSSPlan(GPUPlan):
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
         modes = state["modes"].float().contiguous()
-        self._modes[:, places] = modes.movedim(-1, 0)
+        self._modes[:, places] = modes.double().movedim(-1, 0)
         self._mixing.inputs[:, places] = 0
         with torch.autocast(modes.device.type, enabled=False):
             left = block.size - block.read
@@ -112,7 +112,7 @@ class GSSPlan(GPUPlan):
             with torch.autocast(modes.device.type, enabled=False):
                 added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), self.log_a, None)
                 modes = added + carried_state(modes, self.log_a * age[:, None, None])
-        return {"modes": torch.view_as_real(modes)}
+        return {"modes": torch.view_as_real(modes.to(torch.complex64))}
 
 
 class TransformerPlan(GPUPlan):
