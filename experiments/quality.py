@@ -1,7 +1,7 @@
 """Models of one size on the same tokens: trained with `gss.train`, scored document by document, compared in pairs.
 
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
-        [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
+        [--workers 1] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
 PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
 word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time: on one GPU, one is fastest")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--hardware", default="a CPU")

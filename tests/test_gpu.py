@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import gss
-from gss.generate import Sampling, read, stream
+from gss.generate import Sampling, read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast
 from gss.ops.state_space import kernel
-from tests.comparing import relative_error, run
+from tests.comparing import relative_error, run, stream
 from tests.conftest import ALL_FAMILIES, small_config
 
 pytestmark = [

@@ -285,9 +285,10 @@ def test_sequences_join_and_leave(cuda: ModuleType, sizes: dict[str, object], de
         check_states(after, plain_after, 2e-2)
 
 
+@pytest.mark.parametrize("constant", [0.0, 1.0])
 @pytest.mark.parametrize("device", DEVICES)
-def test_folds_do_not_drift(device: str) -> None:
-    """300 blocks with slow modes: 6e-6 where the state is carried in float32."""
+def test_folds_do_not_drift(device: str, constant: float) -> None:
+    """300 blocks with slow modes: 5e-7 and 8e-7 where the state is float32, and more with every further block."""
     import triton
 
     from gss.nn.gpu_plans import GSSPlan
@@ -296,14 +297,15 @@ def test_folds_do_not_drift(device: str) -> None:
     layer = model_of(device, depth=1, **{"state_space.modes": 16, "channels": 4}).layers[0]
     with torch.no_grad():
         layer.state_space.log_decay.uniform_(-20, -14)
-        layer.state_space.frequency.uniform_(-3, 0)
-        plan, state, silence = GSSPlan(layer, 16), torch.randn(2, 4, 16), torch.zeros(16, 4, device=device)
-        expected = torch.exp(300 * 16 * plan.log_a) * torch.complex(*state.double()).to(device)
-        state = state.to(device)
+        layer.state_space.frequency.uniform_(-3, 0) if not constant else layer.state_space.frequency.fill_(-16)
+        plan, inputs = GSSPlan(layer, 16), torch.full((16, 4), constant, device=device)
+        state = torch.randn(2, 4, 16, dtype=torch.float64, device=device)
+        added = torch.exp(plan.log_a.unsqueeze(-1) * torch.arange(300 * 16, device=device)).sum(-1)  # [1, N]
+        expected = torch.exp(300 * 16 * plan.log_a) * torch.complex(*state) + constant * added
         for _ in range(300):
             decode_mixers.fold_block[(1,)](
-                state, silence, silence, plan.power, plan.into, plan.planes, plan.out_of, torch.empty_like(silence),
+                state, inputs, inputs, plan.power, plan.into, plan.planes, plan.out_of, torch.empty_like(inputs),
                 4, 4, 16, 16, False, W_PAD=16, ROWS=16, MODES=16,
                 PRECISION="ieee" if triton.knobs.runtime.interpret else "tf32x3",
             )  # fmt: skip
-    assert relative_error(torch.complex(*state), expected) < 2e-6
+    assert relative_error(torch.complex(*state), expected) < 3e-7

@@ -1,7 +1,7 @@
 """Decoding on a GPU: steps of a model as CUDA graphs, the sampler inside.
 
 The same answers as `gss.decode.Decoder` in reduced precision, to rounding: weights are rounded to bfloat16
-once; the state, the residual stream and every sum stay float32.
+once; the residual stream and every sum stay float32, the modes of state spaces float64.
 
 Rows have places in buffers for 1, 2, 4, 8, … rows (at first, for as many as there are). A row that leaves frees its
 place and nothing moves; where there are too few places, or many more than rows, all rows change to other buffers.

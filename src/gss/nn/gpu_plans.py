@@ -63,7 +63,7 @@ class GSSPlan(GPUPlan):
         if stream.draft:
             self._mixing = self._mixing._replace(base=base, inner=inner)
         else:
-            self._modes = stream.room(2, B, H, N)
+            self._modes = stream.room(2, B, H, N, dtype=torch.float64)
             self._mixing = Mixing(stream.room(W, B, H), self.taps, stream.room(W, B, H), base, inner)
         self._gate, self._gated = stream.scratch("gate", F), stream.scratch("gated", F)
 
@@ -104,7 +104,7 @@ class GSSPlan(GPUPlan):
 
     def put(self, state: LayerState, places: Tensor, block: Block) -> None:
         modes = state["modes"].float().contiguous()
-        self._modes[:, places] = modes.movedim(-1, 0)
+        self._modes[:, places] = modes.double().movedim(-1, 0)
         self._mixing.inputs[:, places] = 0
         with torch.autocast(modes.device.type, enabled=False):
             left = block.size - block.read
@@ -118,7 +118,7 @@ class GSSPlan(GPUPlan):
             with torch.autocast(modes.device.type, enabled=False):
                 added = final_state(self._mixing.inputs[: block.read, places].transpose(0, 1), self.log_a, None)
                 modes = added + carried_state(modes, self.log_a * age[:, None, None])
-        return {"modes": torch.view_as_real(modes)}
+        return {"modes": torch.view_as_real(modes.to(torch.complex64))}
 
 
 class TransformerPlan(GPUPlan):

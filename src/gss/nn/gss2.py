@@ -66,7 +66,7 @@ class GSS2Layer(SequenceLayer):
         if half is not None:
             from gss.ops.gpu import short
 
-            if short.FUSED and len(self.short.taps) == short.TAPS:
+            if len(self.short.taps) == short.TAPS:
                 return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
         y, modes = self.state_space.mix(F.silu(convolved), state and state["modes"], keep_state)

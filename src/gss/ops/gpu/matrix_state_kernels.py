@@ -223,22 +223,6 @@ def states_kernel(
 
 
 @triton.jit
-def _load_chunk(
-    queries, keys, table, batch, head, first, i, live, n,
-    query_batch, query_row, query_head, key_batch, key_row, key_head,
-    MODES: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
-    """A head's turned queries and keys of the chunk that begins at token `first`: real and imaginary parts."""
-    queries = _row(queries, first, query_row) + batch * query_batch + head * query_head
-    keys = _row(keys, first, key_row) + batch * key_batch + head * key_head
-    cos, sin = _turns(table, head, i, n, True, MODES, C)
-    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
-    cos, sin = _turns(table, head, i, n, False, MODES, C)
-    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
-    return q_re, q_im, k_re, k_im
-
-
-@triton.jit
 def output_kernel(
     queries, keys, values, table, skip, states, y,
     query_batch, query_row, query_head, key_batch, key_row, key_head, value_batch, value_row, value_head, length,
@@ -251,13 +235,15 @@ def output_kernel(
     i, n = tl.arange(0, C), tl.arange(0, BN)
     first = chunk * C
     live = first + i < length
+    queries = _row(queries, first, query_row) + batch * query_batch + head * query_head
+    keys = _row(keys, first, key_row) + batch * key_batch + head * key_head
     values = _row(values, first, value_row) + batch * value_batch + head * value_head
     y += ((batch * length + first) * heads + head) * VALUES
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
-    q_re, q_im, k_re, k_im = _load_chunk(
-        queries, keys, table, batch, head, first, i, live, n,
-        query_batch, query_row, query_head, key_batch, key_row, key_head, MODES, C, KIND, PRODUCTS,
-    )  # fmt: skip
+    cos, sin = _turns(table, head, i, n, True, MODES, C)
+    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    cos, sin = _turns(table, head, i, n, False, MODES, C)
+    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
     q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
     scores = _product(q, tl.trans(k), tl.zeros((C, C), tl.float32))
     scores = _rounded(tl.where(i[:, None] >= i[None, :], scores, 0.0), KIND, PRODUCTS)
@@ -309,10 +295,12 @@ def gradient_kernel(
     grad = _row(grad, first, grad_row) + batch * grad_batch + head * grad_head
     place = (batch * length + first) * heads + head
     by_values += place * VALUES
-    q_re, q_im, k_re, k_im = _load_chunk(
-        queries, keys, table, batch, head, first, i, live, n,
-        query_batch, query_row, query_head, key_batch, key_row, key_head, MODES, C, KIND, PRODUCTS,
-    )  # fmt: skip
+    q_cos, q_sin = _turns(table, head, i, n, True, MODES, C)
+    k_cos, k_sin = _turns(table, head, i, n, False, MODES, C)
+    queries = _row(queries, first, query_row) + batch * query_batch + head * query_head
+    keys = _row(keys, first, key_row) + batch * key_batch + head * key_head
+    q_re, q_im = _load_turned(queries, i, live, query_row, n, q_cos, q_sin, MODES, KIND, PRODUCTS)
+    k_re, k_im = _load_turned(keys, i, live, key_row, n, k_cos, k_sin, MODES, KIND, PRODUCTS)
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
     q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
     # Transposed, as the values' gradient wants them.

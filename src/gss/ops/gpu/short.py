@@ -19,8 +19,6 @@ from torch import Tensor
 
 from gss.ops import fast
 
-FUSED = True
-"""Whether `gss.nn.gss2` takes this path where it can; read at every call."""
 TAPS, EPSILON = 4, 1e-6
 STRETCH = 64
 """Tokens of a stretch, a multiple of 4."""
