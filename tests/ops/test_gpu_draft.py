@@ -67,7 +67,7 @@ def test_the_same_tokens_and_states(case: str, device: str) -> None:
             layer.output.weight *= 16
     _, state = started(model, 1)
     settings = Settings(sampling, 5, None if sampling == GREEDY else 2)
-    count = 28
+    count = 18 if "hybrid" in case else 28  # attention takes the interpreter long
     expected = speculating(model, state, settings).generate(count + 10)
     tokens = expected.tokens[:, 0].tolist()
     decoder = speculating(model, state, settings)
@@ -86,7 +86,7 @@ def test_the_same_tokens_and_states(case: str, device: str) -> None:
         with torch.no_grad():
             _, read = model(length, state)
         assert torch.equal(after.position, read.position)
-        check_states(after, read, 2e-2 if "hybrid" in case else 1e-4)
+        check_states(after, read, 2e-2 if "hybrid" in case else 5e-5)  # 1e-5 in the interpreter
         assert all(tensor.isfinite().all() for layer in after.layers for tensor in layer.values())
     assert most >= 6
     # One by one from there.
