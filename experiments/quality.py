@@ -1,7 +1,7 @@
 """Models of one size on the same tokens: trained with `gss.train`, scored document by document, compared in pairs.
 
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
-        [--workers 1] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
+        [--workers 2] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
 PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
 word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
@@ -19,6 +19,7 @@ farther positions.
 import argparse
 import contextlib
 import datetime
+import fcntl
 import json
 import math
 import signal
@@ -105,8 +106,9 @@ def measure(
     held_out = open_dataset(corpus, "valid")
     folder = work / f"{corpus.name}-{system}".replace("/", "-")
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
-    if gss.train(config, corpus, folder, quiet=True).signal is not None:
-        return None
+    with alone(work):
+        if gss.train(config, corpus, folder, quiet=True).signal is not None:
+            return None
     lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
@@ -121,6 +123,15 @@ def measure(
         "train": [round(sum(part) / len(part), 4) for part in (losses[i : i + 50] for i in range(0, len(losses), 50))],
         **found,
     }
+
+
+@contextlib.contextmanager
+def alone(work: Path) -> Iterator[None]:
+    """One process trains at a time; another may be scoring what it has trained meanwhile."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "training.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -377,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time: on one GPU, one is fastest")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time: one trains, others load or score")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--hardware", default="a CPU")
