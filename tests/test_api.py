@@ -12,8 +12,8 @@ import torch
 
 import gss
 from gss.cli.text import generate_command
-from gss.data import load_tokenizer, prepare
 from gss.sampling import OPTIONS, Sampling, SamplingOptions
+from tests.making import make_corpus
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "tests" / "fixtures" / "run"
@@ -31,12 +31,8 @@ def _documented() -> Iterator[tuple[str, Any]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("api")
-    (folder / "text").mkdir()
-    for number in range(10):
-        (folder / "text" / f"{number}.txt").write_text(f"document {number} has few words. " * 20, encoding="utf-8")
-    prepare([str(folder / "text")], folder / "corpus", load_tokenizer("bytes"), valid=0.3, workers=1)
-    return folder / "corpus"
+    texts = (f"document {number} has few words. " * 20 for number in range(10))
+    return make_corpus(tmp_path_factory.mktemp("api"), texts, valid=0.3)
 
 
 @pytest.mark.parametrize(("name", "value"), [*_documented()], ids=lambda value: value if isinstance(value, str) else "")

@@ -1,14 +1,11 @@
 """Everything a user can get wrong in building and calling a model: a ValueError that says so."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import gss
 from gss.config import override, parse_assignments, read_toml
-from tests.conftest import ALL_FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, Command, small_config
 
 
 @pytest.fixture(params=ALL_FAMILIES)
@@ -132,8 +129,8 @@ def test_assignments_and_files(tmp_path) -> None:
         read_toml(tmp_path / "nowhere.toml")
 
 
-def test_the_command_prints_one_line() -> None:
-    done = subprocess.run([sys.executable, "-m", "gss", "params", "nope"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: there is no preset 'nope'")
-    assert "Traceback" not in done.stderr
+def test_the_command_prints_one_line(command_line: Command) -> None:
+    status, _, errors = command_line("params", "nope")
+    assert status == 1
+    assert errors.startswith("error: there is no preset 'nope'")
+    assert "Traceback" not in errors

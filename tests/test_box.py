@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from typer.testing import CliRunner
 
 import gss
 from experiments.box_card import FIELDS, card
@@ -21,30 +20,15 @@ from experiments.box_export import FACTS as FACTS_FILE
 from experiments.box_texts import in_a_loop, line_breaks, samples, unwrap, unwrap_books
 from gss import box
 from gss.accounting import account
-from gss.cli import app
-from gss.data import load_tokenizer, open_dataset, prepare
+from gss.data import load_tokenizer, open_dataset
 from gss.generate import Sampling, generate
 from gss.nn.quantized import quantize
 from gss.recipes import recipe_path
-from gss.training import resolve, train
+from gss.training import resolve
+from tests.making import call, make_corpus, make_run
 
 ROOT = Path(__file__).parents[1]
 RECIPE = recipe_path("box")
-SMALL = [
-    "model.width=64",
-    "model.depth=2",
-    "model.gate_width=24",
-    "model.channels=4",
-    "model.feedforward_width=24",
-    "model.state_space.modes=4",
-    "model.attention.heads=2",
-    "steps=3",
-    "length=64",
-    "batch_tokens=128",
-    "device=cpu",
-    "report.evaluate_every=0",
-    "report.sample_every=0",
-]
 GREEDY = Sampling(temperature=0)
 TEXT = "It was a dark and stormy night; the rain fell in torrents.\n\n  \t“Ægir,” she said, 北京 🙂\n"
 FACTS: dict[str, Any] = {
@@ -77,26 +61,16 @@ FACTS: dict[str, Any] = {
 }
 
 
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A prepared corpus, a run on it, and the run as a box."""
     root = tmp_path_factory.mktemp("box")
-    for split in ("train", "valid"):
-        (root / "text" / split).mkdir(parents=True)
-        for number in range(4):
-            said = f"the {number}th of the {split} documents says little. " * 20
-            (root / "text" / split / f"{number}.txt").write_text(said, encoding="utf-8")
-    prepare([str(root / "text")], root / "data", load_tokenizer("bytes"), workers=1)
-    train(resolve("gss-hybrid-tiny", None, SMALL, 257), root / "data", root / "run", quiet=True)
-    return root / "data", root / "run", write_box(root / "run", root / "a-box")
+    names = [(split, number) for split in ("train", "valid") for number in range(4)]
+    texts = {
+        f"{split}/{number}": f"the {number}th of the {split} documents says little. " * 20 for split, number in names
+    }
+    run = make_run("gss-hybrid-tiny", make_corpus(root, texts), root / "run", model__width=64)
+    return root / "data", run, write_box(run, root / "a-box")
 
 
 @pytest.fixture
@@ -167,7 +141,7 @@ def test_lines_of_prose_are_joined(folders: tuple[Path, Path, Path], tmp_path: P
 def test_a_box_is_refused_when_it_cannot_ship(
     folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, run, folder = folders
+    _, run, folder = folders
     with pytest.raises(ValueError, match="not an empty folder"):
         write_box(run, folder)
     with monkeypatch.context() as patch:
@@ -177,10 +151,12 @@ def test_a_box_is_refused_when_it_cannot_ship(
     assert not list(tmp_path.iterdir())
     words = Tokenizer(WordLevel({"some": 0, "words": 1, "</s>": 2, "?": 3}, unk_token="?"))
     words.save(str(tmp_path / "tokenizer.json"))
-    prepare([str(data.parent / "text")], tmp_path / "data", load_tokenizer(tmp_path / "tokenizer.json"), workers=1)
-    train(resolve("gss-hybrid-tiny", None, SMALL, 4), tmp_path / "data", tmp_path / "run", quiet=True)
+    data = make_corpus(
+        tmp_path, {"train/1": "some words", "valid/1": "words"}, load_tokenizer(tmp_path / "tokenizer.json")
+    )
+    run = make_run("gss-hybrid-tiny", data, tmp_path / "run", ids=4)
     with pytest.raises(ValueError, match="lossless"):
-        write_box(tmp_path / "run", tmp_path / "lossy")
+        write_box(run, tmp_path / "lossy")
 
 
 def test_without_a_box_commands_say_so(
@@ -269,12 +245,9 @@ def test_the_script_makes_a_box(tmp_path: Path) -> None:
         "-m",
         "experiments.box",
         "--trial",
-        "--out",
-        out,
-        "--work",
-        tmp_path / "work",
-        "--minutes",
-        "5",
+        "--minutes=5",
+        f"--out={out}",
+        f"--work={tmp_path}/work",
     ]
     for _ in range(2):  # the second time everything is there, and the folder is made anew
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

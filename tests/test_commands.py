@@ -15,43 +15,17 @@ from typer.testing import CliRunner
 
 import gss
 from gss.cli import app
-from gss.data import load_tokenizer, prepare
-from gss.training import resolve, train
-
-SMALL = [
-    "model.width=16",
-    "model.depth=2",
-    "model.gate_width=24",
-    "model.channels=4",
-    "model.state_space.modes=4",
-    "steps=3",
-    "length=64",
-    "batch_tokens=128",
-    "device=cpu",
-    "report.evaluate_every=0",
-    "report.sample_every=0",
-]
+from gss.data import load_tokenizer
+from tests.making import call, make_corpus, make_run
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A prepared corpus and a run on it."""
     root = tmp_path_factory.mktemp("commands")
-    text = root / "text"
-    text.mkdir()
-    for number in range(12):
-        (text / f"{number}.txt").write_text(f"the {number}th of the documents says little. " * 40, encoding="utf-8")
-    prepare([str(text)], root / "data", load_tokenizer("bytes"), valid=0.3, workers=1)
-    train(resolve("gss-tiny", None, SMALL, 257), root / "data", root / "run", quiet=True)
-    return root / "data", root / "run"
-
-
-def call(*arguments: object, **options: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)  # type: ignore[arg-type]
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    said = (f"the {number}th of the documents says little. " * 40 for number in range(12))
+    data = make_corpus(root, said, valid=0.3)
+    return data, make_run("gss-tiny", data, root / "run")
 
 
 def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -87,9 +61,8 @@ def test_eval_keeps_its_numbers_at_80_columns(folders: tuple[Path, Path], monkey
 
 
 def test_eval_of_one_document_says_so(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("the only one of the documents says little. " * 200, encoding="utf-8")
-    prepare([str(tmp_path / "one.txt")], tmp_path / "data", load_tokenizer("bytes"), valid=0.3, workers=1)
-    table = call("eval", folders[1], "--data", tmp_path / "data", "--lengths", "64")
+    data = make_corpus(tmp_path, ["the only one of the documents says little. " * 200], valid=0.3)
+    table = call("eval", folders[1], "--data", data, "--lengths", "64")
     assert "tokens of 1 document " in " ".join(f"{table} ".split()) + " "
 
 
@@ -111,33 +84,26 @@ def test_eval_refuses_another_vocabulary(folders: tuple[Path, Path], tmp_path: P
     _, run = folders
     words = Tokenizer(WordLevel({"some": 0, "words": 1, "</s>": 2, "?": 3}, unk_token="?"))
     words.save(str(tmp_path / "tokenizer.json"))
-    for split in ("train", "valid"):
-        (tmp_path / "text" / split).mkdir(parents=True)
-        (tmp_path / "text" / split / "one.txt").write_text(f"some {split} words " * 100)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", eos="</s>")
-    prepare([str(tmp_path / "text")], tmp_path / "data", tokenizer, workers=1)
+    texts = {f"{split}/one": f"some {split} words " * 100 for split in ("train", "valid")}
+    data = make_corpus(tmp_path, texts, load_tokenizer(tmp_path / "tokenizer.json", eos="</s>"))
     with pytest.raises(ValueError, match="vocabulary"):
-        call("eval", run, "--data", tmp_path / "data", "--lengths", "64")
+        call("eval", run, "--data", data, "--lengths", "64")
 
 
 def test_eval_of_one_document_is_json(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """It has no standard error, and JSON no NaN. Brackets in a run's path are no markup."""
-    (tmp_path / "text" / "valid").mkdir(parents=True)
-    (tmp_path / "text" / "valid" / "one.txt").write_text("one document " * 20)
-    (tmp_path / "text" / "train").mkdir()
-    (tmp_path / "text" / "train" / "two.txt").write_text("another document " * 20)
-    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), workers=1)
+    data = make_corpus(tmp_path, {"valid/one": "one document " * 20, "train/two": "another document " * 20})
     run = tmp_path / "a[" / "b]"
     run.parent.mkdir()
     run.symlink_to(folders[1])
-    printed = call("eval", run, "--data", tmp_path / "data", "--lengths", "64", "--json")
+    printed = call("eval", run, "--data", data, "--lengths", "64", "--json")
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     (row,) = json.loads(printed, parse_constant=refuse)["rows"]
     assert row["standard_error"] is None
-    assert "a[/b] on valid" in " ".join(call("eval", run, "--data", tmp_path / "data", "--lengths", "64").split())
+    assert "a[/b] on valid" in " ".join(call("eval", run, "--data", data, "--lengths", "64").split())
 
 
 def test_generate(folders: tuple[Path, Path]) -> None:

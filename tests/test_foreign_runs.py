@@ -19,7 +19,7 @@ from gss.io.files import read_json, write_file, written_folder
 from gss.io.runs import read_metrics
 from gss.training.folder import RunFolder
 from tests.conftest import ALL_FAMILIES, small_config
-from tests.serve.serving import save_run
+from tests.making import save_run
 
 
 @pytest.fixture

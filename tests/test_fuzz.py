@@ -28,8 +28,8 @@ from gss.data import Lanes, Packed, Segments, SourceOptions, load_tokenizer, ope
 from gss.io.runs import read_metrics
 from gss.training.folder import RunFolder
 from tests.conftest import posix, small_config
+from tests.making import save_run
 from tests.mutating import fresh_copy, mutate
-from tests.serve.serving import save_run
 
 EXPORTS = importlib.util.find_spec("transformers") is not None
 if EXPORTS:

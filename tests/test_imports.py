@@ -15,77 +15,45 @@ import gss
 SOURCE = Path(gss.__file__).parent
 # What each part of the package may import from the package besides itself, inside functions too. A part is a module,
 # or a folder with what no part of a longer name takes out of it. A part stands after those that it may import.
-_MODEL = {"config", "ops", "nn", "model"}
-_RUN = {
-    *_MODEL,
-    "",
-    "sampling",
-    "precision",
-    "io",
-    "io.files",
-    "data",
-    "decode",
-    "generate",
-    "scoring",
-    "lm",
-    "evaluation",
+_MODEL = "config ops nn model"
+_RUN = f"gss {_MODEL} sampling precision io io.files data decode generate scoring lm evaluation"
+_IMPORTS = {
+    "choices": "",
+    "config": "choices",
+    "presets": "choices config",
+    "gss": "config presets",  # the module itself; and by name, on first use, what `gss.__all__` lists
+    "recipes": "choices config",
+    "paper": "",
+    "sampling": "choices",
+    "box": "",
+    "ops": "choices",
+    "nn": "ops config choices",
+    "model": "nn ops config choices",
+    "precision": "model",
+    "loss": "ops",
+    "pieces": "model nn loss",
+    "accounting": "model nn config",
+    "io.files": "",
+    "io": "io.files model nn config",
+    "data": "io.files",
+    "decode": "model nn ops precision sampling",
+    "generate": "model nn data precision decode",
+    "scoring": "model nn",
+    "lm": "model ops nn sampling data precision generate io io.files scoring box",
+    "evaluation": "model nn data precision scoring lm",
+    "training": f"gss {_MODEL} precision io io.files data generate lm evaluation choices pieces accounting presets recipes",
+    "probe": "config nn model data precision scoring lm evaluation training",
+    "hf": "config nn model loss data io io.files lm",
+    "export": "nn model ops data io.files lm",
+    "lm_eval": "model sampling data generate scoring lm",
+    "serve": f"gss {_MODEL} sampling precision io.files data decode generate lm",
+    "report": f"{_RUN} accounting paper training",
+    "bench": f"{_RUN} accounting loss presets training",
+    "reproduce": f"{_RUN} accounting paper recipes training report bench",
+    "cli": f"{_RUN} accounting bench box choices export hf paper presets probe recipes report reproduce serve training",
+    "__main__": "cli",
 }
-ALLOWED: dict[str, set[str]] = {
-    "choices": set(),
-    "config": {"choices"},
-    "presets": {"choices", "config"},
-    "": {"config", "presets"},  # and by name, on first use, what `gss.__all__` lists
-    "recipes": {"choices", "config"},
-    "paper": set(),
-    "sampling": {"choices"},
-    "box": set(),
-    "ops": {"choices"},
-    "nn": {"ops", "config", "choices"},
-    "model": {"nn", "ops", "config", "choices"},
-    "precision": {"model"},
-    "loss": {"ops"},
-    "pieces": {"model", "nn", "loss"},
-    "accounting": {"model", "nn", "config"},
-    "io.files": set(),
-    "io": {"io.files", "model", "nn", "config"},
-    "data": {"io.files"},
-    "graph_decode": {"model", "nn", "ops"},
-    "decode": {"model", "nn", "ops", "precision", "graph_decode", "sampling"},
-    "generate": {"model", "nn", "data", "precision", "decode"},
-    "scoring": {"model", "nn"},
-    "lm": {"model", "ops", "nn", "sampling", "data", "precision", "generate", "io", "io.files", "scoring", "box"},
-    "evaluation": {"model", "nn", "data", "precision", "scoring", "lm"},
-    "training": {*_RUN - {"ops", "scoring", "decode"}, "choices", "pieces", "accounting", "presets", "recipes"},
-    "probe": {"config", "nn", "model", "data", "precision", "scoring", "lm", "evaluation", "training"},
-    "hf": {"config", "nn", "model", "loss", "data", "io", "io.files", "lm"},
-    "export": {"nn", "model", "ops", "data", "io.files", "lm"},
-    "lm_eval": {"model", "sampling", "data", "generate", "scoring", "lm"},
-    "serve": {*_RUN - {"evaluation", "io", "scoring"}, "graph_decode"},
-    "report": {*_RUN, "accounting", "paper", "training"},
-    "bench": {*_RUN, "accounting", "loss", "presets", "training"},
-    "box.export": {"model", "io", "io.files", "lm", "training", "box"},
-    "reproduce": {*_RUN, "accounting", "paper", "recipes", "training", "report", "bench"},
-    "cli": {
-        *_RUN,
-        *(
-            "accounting",
-            "bench",
-            "box",
-            "choices",
-            "export",
-            "hf",
-            "paper",
-            "presets",
-            "probe",
-            "recipes",
-            "report",
-            "reproduce",
-            "serve",
-            "training",
-        ),
-    },
-    "__main__": {"cli"},
-}
+ALLOWED = {name: set(allowed.split()) for name, allowed in _IMPORTS.items()}
 
 
 @cache
@@ -100,8 +68,8 @@ def modules() -> dict[str, Path]:
 
 def part(module: str) -> str:
     """The longest part whose name a module's begins with."""
-    names = [name for name in ALLOWED if name and f"{module}.".startswith(f"{name}.")]
-    return max(names, key=len, default=module.partition(".")[0])
+    names = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
+    return max(names, key=len, default=module.partition(".")[0]) or "gss"
 
 
 def imports(path: Path, at_import: bool = False) -> Iterator[str]:

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gss
 from gss.accounting import account, flops_per_token
-from gss.cli import app
 from tests.conftest import ALL_FAMILIES
+from tests.making import call
 
 PAPER = {
     "gss-lm1b": 190,
@@ -33,9 +32,7 @@ BLOCK_RECURRENT = {
 
 @pytest.mark.parametrize("name", PAPER)
 def test_paper_counts(name: str) -> None:
-    result = CliRunner().invoke(app, ["params", name, "--json"])
-    assert result.exit_code == 0, result.output
-    counted = json.loads(result.stdout)["parameters"]
+    counted = json.loads(call("params", name, "--json"))["parameters"]
     assert counted == pytest.approx(PAPER[name] * 1e6, rel=0.005)
     assert gss.PRESETS[name].paper_parameters == PAPER[name]
 
@@ -102,13 +99,11 @@ def test_flops() -> None:
 
 
 def test_presets_are_listed() -> None:
-    result = CliRunner().invoke(app, ["presets"])
-    assert result.exit_code == 0
-    assert all(name in result.stdout for name in gss.PRESETS)
+    listed = call("presets")
+    assert all(name in listed for name in gss.PRESETS)
 
 
 def test_params_table() -> None:
-    result = CliRunner().invoke(app, ["params", "gss-tiny", "--set", "depth=1", "--length", "512"])
-    assert result.exit_code == 0
-    assert "gss layers" in result.stdout
-    assert "length 512" in result.stdout
+    table = call("params", "gss-tiny", "--set", "depth=1", "--length", "512")
+    assert "gss layers" in table
+    assert "length 512" in table

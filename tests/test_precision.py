@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gss
 import gss.decode.engine
-from gss.cli import app
 from gss.decode import Decoder
 from gss.decode.sampler import Sampler
 from gss.generate import Sampling, read
@@ -24,7 +22,8 @@ from gss.serve.about import Limits, describe
 from gss.serve.engine import EngineThread
 from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
-from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model, save_run
+from tests.making import call, save_run
+from tests.serve.serving import GREEDY, SMALL, Asked, engine_of, lively_model
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -147,9 +146,8 @@ def test_facts_name_the_precision() -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     run = save_run(lively_model(**SMALL), tmp_path / "run")
-    asked = ["generate", str(run), "--tokens", "8", "--device", "cpu"]
     default, full, half = (
-        CliRunner().invoke(app, [*asked, *more], catch_exceptions=False).stdout
+        call("generate", run, "--tokens", 8, "--device", "cpu", *more)
         for more in ([], ["--precision", "fp32"], ["--precision", "bf16"])
     )
     assert default == full
@@ -159,7 +157,7 @@ def test_the_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_unknown_precisions_are_refused(command: str) -> None:
     with pytest.raises(ValueError, match="precision must be auto, fp32 or bf16, not 'fp8'"):
-        CliRunner().invoke(app, [command, "no-run", "--precision", "fp8"], catch_exceptions=False)
+        call(command, "no-run", "--precision", "fp8")
     model = lively_model(**SMALL)
     with pytest.raises(ValueError, match="precision must be"):
         list(stream(model, [1], max_tokens=1, sampling=Sampling(), precision="fp16"))

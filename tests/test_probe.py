@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gss
-from gss.cli import app
-from gss.data import dataset_from_arrays, load_tokenizer, prepare
+from gss.data import dataset_from_arrays
 from gss.probe import (
     TASKS,
     Stage,
@@ -28,9 +26,9 @@ from gss.probe import (
 )
 from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effective_context
 from gss.report import write_report
-from gss.training import resolve, train
 from gss.training.step import Stepper
 from tests.conftest import ALL_FAMILIES, small_config
+from tests.making import call, make_corpus, make_run
 
 EOS = 60
 
@@ -296,23 +294,10 @@ def test_accuracy_counts_the_targets() -> None:
     assert found.solved == np.mean([(row[-5:] == row[-13:-8]).all() for draw in draws for row in draw.tokens])
 
 
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def test_commands_and_report(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for number in range(8):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} says very little. " * 20, encoding="utf-8")
-    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), valid=0.4, workers=1)
-    model = ["model.width=8", "model.depth=1", "model.gate_width=8", "model.channels=2", "model.state_space.modes=2"]
-    run = ["steps=2", "length=32", "batch_tokens=64", "device=cpu", "report.evaluate_every=0", "report.sample_every=0"]
-    train(resolve("gss-tiny", None, [*model, *run], 257), tmp_path / "data", tmp_path / "run", quiet=True)
-    options = ("--data", tmp_path / "data", "--targets", 32, "--shortest", 4, "--longest", 64, "--device", "cpu")
+    data = make_corpus(tmp_path, (f"document {number} says very little. " * 20 for number in range(8)), valid=0.4)
+    make_run("gss-tiny", data, tmp_path / "run", steps=2, length=32)
+    options = ("--data", data, "--targets", 32, "--shortest", 4, "--longest", 64, "--device", "cpu")
     table = " ".join(call("probe", tmp_path / "run", *options).split())
     assert "true tokens" in table
     assert "4 to 64 true tokens gain" in table

@@ -16,12 +16,12 @@ import pytest
 from filelock import FileLock
 
 import gss
-from gss.data import load_tokenizer
 from gss.data.tokenizer import JsonTokenizer
 from gss.data.tokenizer_training import train_tokenizer
 from gss.export import export_page
 from gss.export.model import RUNTIME, RUNTIME_FILES, browser_vocabulary
-from tests.hf.conftest import TEXTS, write_run
+from tests.hf.conftest import TEXTS
+from tests.making import save_run
 from tests.serve.test_playground import CHROMIUM, FLAGS, SECONDS, api
 
 FASTEST = 60  # tokens per second that the page must reach
@@ -210,7 +210,7 @@ def test_top_p_keeps_the_fewest_tokens_that_make_it_up(box: Site) -> None:
 
 @needs_chromium
 def test_a_model_on_bytes_runs_too(browser: Any, runtime: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", gss.build_model(gss.preset("gss2-tiny"), seed=3), load_tokenizer("bytes"))
+    run = save_run(gss.build_model(gss.preset("gss2-tiny"), seed=3), tmp_path / "run")
     site = Site(browser, export_page(run, tmp_path / "page", runtime=runtime))
     try:
         expected = gss.load(run).generate("a café", temperature=0, max_tokens=20)

@@ -18,7 +18,7 @@ from gss.export import export_onnx, export_page
 from gss.export.model import build, shapes
 from gss.nn.quantized import quantize
 from tests.conftest import Command
-from tests.hf.conftest import write_run
+from tests.making import save_run
 
 TOLERANCE = 1e-4
 SIZES = (64, 1, 7, 64, 33, 1, 1, 64, 20, 64, 2)
@@ -140,7 +140,7 @@ def test_packed_weights_stay_packed_in_the_file(weights: str, most: float) -> No
     ],
 )
 def test_what_cannot_be_exported_is_refused(name: str, reason: str, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", gss.build_model(gss.preset(name)), load_tokenizer("bytes"))
+    run = save_run(gss.build_model(gss.preset(name)), tmp_path / "run")
     with pytest.raises(ValueError, match=reason):
         export_onnx(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -149,13 +149,13 @@ def test_what_cannot_be_exported_is_refused(name: str, reason: str, tmp_path: Pa
 def test_a_tuned_first_state_is_refused(tmp_path: Path) -> None:
     model = gss.build_model(gss.preset("gss-tiny"))
     model.start_from(model(torch.arange(5)[None])[1].detach())
-    run = write_run(tmp_path / "run", model, load_tokenizer("bytes"))
+    run = save_run(model, tmp_path / "run")
     with pytest.raises(ValueError, match="a tuned first state"):
         export_onnx(run, tmp_path / "out")
 
 
 def test_the_command_writes_folders_and_says_what_is_missing(tmp_path: Path, command_line: Command) -> None:
-    run = write_run(tmp_path / "run", gss.build_model(gss.preset("gss-tiny")), load_tokenizer("bytes"))
+    run = save_run(gss.build_model(gss.preset("gss-tiny")), tmp_path / "run")
     status, _, error = command_line("export", run, tmp_path / "onnx", "--to", "onnx")
     assert (status, error) == (0, "")
     assert sorted(path.name for path in (tmp_path / "onnx").iterdir()) == ["model.json", "model.onnx", "vocabulary"]

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import gss
-from gss.cli import app, main
 from gss.config import from_mapping
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
 from gss.training.config import TrainConfig
-from tests.conftest import ALL_FAMILIES, small_config
-from tests.hf.conftest import write_run
+from tests.conftest import ALL_FAMILIES, Command, small_config
+from tests.making import call, save_run
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("gss.hf")
@@ -37,11 +35,8 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_weights_come_back_bit_equal(family: str, tmp_path: Path) -> None:
     model = gss.build_model(small_config(family, vocab_size=257))
-    write_run(tmp_path / "run", model, load_tokenizer("bytes"), step=42)
-    for command in (["export", "run", "model"], ["import", "model", "back"]):
-        name, *paths = command
-        result = CliRunner().invoke(app, [name, *(str(tmp_path / path) for path in paths)], catch_exceptions=False)
-        assert result.exit_code == 0
+    call("export", save_run(model, tmp_path / "run", step=42), tmp_path / "model")
+    call("import", tmp_path / "model", tmp_path / "back")
     loaded = gss.load(tmp_path / "back")
     assert loaded.step == 42
     assert loaded.model.config == model.config
@@ -235,18 +230,12 @@ def test_a_run_that_is_not_described(exported: Path, tmp_path: Path, facts: dict
         hf.import_folder(folder, tmp_path / "out")
 
 
-def test_without_the_extra(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import sys
-
+def test_without_the_extra(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Command) -> None:
     for name in [name for name in sys.modules if name.startswith("gss.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(gss, "hf", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(sys, "argv", ["gss", "export", str(run), str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    status, _, errors = command_line("export", run, tmp_path / "out")
+    assert status == 1
+    (line,) = errors.splitlines()
     assert "gss-lm[hf]" in line

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import gss
-from tests.serve.serving import SMALL, lively_model, save_run
+from tests.making import save_run
+from tests.serve.serving import SMALL, lively_model
 
 
 @pytest.fixture(scope="module")

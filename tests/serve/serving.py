@@ -1,7 +1,6 @@
 """Models, runs and servers for the tests of serving."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 import gss
-from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling
-from gss.io.checkpoint import save
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.job import Job, Piece
@@ -44,16 +41,6 @@ def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
                 parameter.mul_(30)
         model.embedding.weight[256].zero_()
     return model.eval()
-
-
-def save_run(model: gss.LanguageModel, folder: Path, preset: str = "gss-tiny") -> Path:
-    """A run folder as `gss train` leaves it, as far as loading needs it."""
-    folder.mkdir(parents=True)
-    facts = {"preset": preset, "model": to_mapping(model.config)}
-    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
-    load_tokenizer("bytes").save(folder / "tokenizer")
-    save(folder / "checkpoints", 1, {"model": model.state_dict()}, {})
-    return folder
 
 
 def alone(model: gss.LanguageModel, prompt: str, tokens: int, **options: Any) -> list[int]:

@@ -1,20 +1,16 @@
 """The playground in a real browser, in front of a real server: Debian's Chromium, driven by Playwright."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gss.data import load_tokenizer, prepare
-from gss.training import resolve, train
+from tests.making import make_corpus, make_run
+from tests.serve.serving import serving
 
 api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -33,44 +29,17 @@ api.expect.set_options(timeout=SECONDS)
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three small layers that has seen a little text."""
     root = tmp_path_factory.mktemp("playground")
-    (root / "text").mkdir()
-    for number in range(4):
-        (root / "text" / f"{number}.txt").write_text(
-            "the cat sat on the mat and the dog sat on the log. " * (12 + number)
-        )
-    prepare([str(root / "text")], root / "data", load_tokenizer("bytes"), valid=0.25, workers=1)
-    small = ("model.width=32", "model.depth=3", "model.gate_width=64", "model.channels=8", "model.feedforward_width=64",
-             "model.state_space.modes=8", "model.attention.heads=2", "steps=60", "length=64", "batch_tokens=512",
-             "device=cpu", "optimizer.learning_rate=2e-2", "optimizer.warmup_steps=5", "report.evaluate_every=0",
-             "report.sample_every=0")  # fmt: skip
-    train(resolve("gss-hybrid-tiny", None, small, 257), root / "data", root / "cat", quiet=True)
-    return root / "cat"
-
-
-@contextmanager
-def serving(run: Path, *options: str) -> Iterator[str]:
-    """`gss serve` as a process of its own; gives its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gss", "serve", str(run), "--port", "0", "--threads", "1", "--drain", "0", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"at (http://\S+)", process.stdout.readline())
-        assert found, process.stderr.read() if process.stderr else ""
-        yield found[1]
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+    texts = ("the cat sat on the mat and the dog sat on the log. " * (12 + number) for number in range(4))
+    sizes = {"model__width": 32, "model__depth": 3, "model__gate_width": 64, "model__feedforward_width": 64}
+    sizes |= {"model__state_space__modes": 8, "steps": 60, "batch_tokens": 512}
+    rates = {"optimizer__learning_rate": 2e-2, "optimizer__warmup_steps": 5}
+    return make_run("gss-hybrid-tiny", make_corpus(root, texts, valid=0.25), root / "cat", **sizes, **rates)
 
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[str]:
-    with serving(run) as address:
-        yield address
+    with serving(run, "--drain", "0") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -297,8 +266,8 @@ def test_a_phone_in_the_dark(browser: Any, server: str) -> None:
 
 
 def test_a_key_is_asked_for(browser: Any, run: Path) -> None:
-    with serving(run, "--api-key", KEY) as address:
-        visit = Visit(browser, address)
+    with serving(run, "--drain", "0", "--api-key", KEY) as server:
+        visit = Visit(browser, server.url)
         page = visit.page
         api.expect(page.locator("#error")).to_contain_text("asks for an API key")
         api.expect(page.locator("#key")).to_be_focused()
