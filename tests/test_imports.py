@@ -41,7 +41,8 @@ _IMPORTS = {
     "scoring": "model nn",
     "lm": "model ops nn sampling data precision generate io io.files scoring box",
     "evaluation": "model nn data precision scoring lm",
-    "training": f"gss {_MODEL} precision io io.files data generate lm evaluation choices pieces accounting presets recipes",
+    "training": "gss config nn model precision io io.files data generate lm evaluation "
+    "choices pieces accounting presets recipes",
     "probe": "config nn model data precision scoring lm evaluation training",
     "hf": "config nn model loss data io io.files lm",
     "export": "nn model ops data io.files lm",

@@ -7,24 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gss.data import load_tokenizer, prepare
-from gss.training import resolve, train
-
-_SMALL = (
-    "model.width=16",
-    "model.gate_width=32",
-    "model.channels=8",
-    "model.feedforward_width=32",
-    "model.attention.heads=2",
-    "length=32",
-    "batch_tokens=128",
-    "steps=12",
-    "device=cpu",
-    "optimizer.warmup_steps=3",
-    "report.sample_every=0",
-    "report.evaluate_tokens=2000",
-    "checkpoint.every=12",
-)
+from tests.making import make_corpus, make_run
 
 
 class Lab(NamedTuple):
@@ -33,31 +16,20 @@ class Lab(NamedTuple):
     dss: Path
 
 
-def write_run(preset: str, data: Path, out: Path, *settings: str) -> Path:
-    """Train a few steps quietly."""
-    train(resolve(preset, None, [*_SMALL, *settings], 257), data, out, quiet=True)
-    return out
-
-
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Not to be written to."""
     root = tmp_path_factory.mktemp("lab")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
-    (root / "text").mkdir()
-    for number in range(12):
-        (root / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=draw.choice([60, 400]))))
-    prepare([str(root / "text")], root / "data", load_tokenizer("bytes"), valid=0.25, workers=1)
-    hybrid = write_run(
-        "gss-hybrid-tiny", root / "data", root / "hybrid", "model.attention.chunk=16", "model.state_space.modes=6",
-        "model.depth=3", "report.evaluate_every=4", "report.sample_every=12", "report.sample_tokens=20",
-    )  # fmt: skip
-    dss = write_run(
-        "dss-tiny", root / "data", root / "dss", "model.depth=1", "model.state_space.modes=4", "seed=3",
-        "report.evaluate_every=0",
-    )  # fmt: skip
-    return Lab(root / "data", hybrid, dss)
+    texts = (" ".join(draw.choices(words, k=draw.choice([60, 400]))) for _ in range(12))
+    data = make_corpus(root, texts, valid=0.25)
+    shared = {"length": 32, "steps": 12, "optimizer__warmup_steps": 3, "report__evaluate_tokens": 2000}
+    reports = {"report__evaluate_every": 4, "report__sample_every": 12, "report__sample_tokens": 20}
+    sizes = {"model__attention__chunk": 16, "model__state_space__modes": 6, "model__depth": 3}
+    hybrid = make_run("gss-hybrid-tiny", data, root / "hybrid", **shared, **sizes, **reports)
+    dss = make_run("dss-tiny", data, root / "dss", **shared, model__depth=1, seed=3)
+    return Lab(data, hybrid, dss)
 
 
 @pytest.fixture

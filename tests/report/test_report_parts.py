@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gss
-from gss.data import load_tokenizer, open_dataset, prepare
+from gss.data import open_dataset
 from gss.evaluation import evaluate
 from gss.model import build_model
 from gss.report import write_report
@@ -17,8 +17,8 @@ from gss.report.figures import length_pictures, memory_pictures, records, state_
 from gss.report.page import difference_table, length_table
 from gss.report.runs import Scores, read_run, read_runs, same_tokens, scores
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
-from gss.training import resolve, train
 from tests.conftest import small_config
+from tests.making import make_corpus, make_run
 from tests.report.conftest import Lab
 
 
@@ -28,10 +28,8 @@ def silent(stage: str, share: float) -> None:
 
 def test_the_start_is_the_runs_own(lab: Lab, tmp_path: Path) -> None:
     """A run of one step that hardly moves ends where the report says that it began; torch's own draws are not moved."""
-    settings = ["model.width=16", "model.gate_width=32", "model.channels=8", "model.depth=2", "steps=1", "length=32",
-                "batch_tokens=64", "device=cpu", "seed=5", "optimizer.state_space_learning_rate=1e-12"]  # fmt: skip
-    train(resolve("gss-tiny", None, settings, 257), lab.data, tmp_path / "still", quiet=True)
-    run = read_run(tmp_path / "still")
+    still = {"steps": 1, "seed": 5, "optimizer__state_space_learning_rate": 1e-12}
+    run = read_run(make_run("gss-tiny", lab.data, tmp_path / "still", **still))
     before = torch.random.get_rng_state()
     now, start = state_spaces(run)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -81,13 +79,9 @@ def test_scores_are_computed_once_and_kept(lab: Lab) -> None:
 
 
 def test_scores_on_another_corpus_are_not_the_runs_own(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "text" / "valid").mkdir(parents=True)
-    (tmp_path / "text" / "train").mkdir()
-    for split in ("train", "valid"):
-        (tmp_path / "text" / split / "one.txt").write_text(f"another corpus, {split}. " * 20)
-    prepare([str(tmp_path / "text")], tmp_path / "other", load_tokenizer("bytes"), workers=1)
+    other = make_corpus(tmp_path, {f"{split}/one": f"another corpus, {split}. " * 20 for split in ("train", "valid")})
     run = read_run(lab.dss)
-    foreign = scores(run, silent, data=tmp_path / "other", max_tokens=300, lengths=[32])
+    foreign = scores(run, silent, data=other, max_tokens=300, lengths=[32])
     assert foreign.result is not None
     assert scores(run, silent, max_tokens=0).result is None
     own = scores(run, silent, max_tokens=300, lengths=[32])
@@ -98,7 +92,7 @@ def test_scores_on_another_corpus_are_not_the_runs_own(lab: Lab, tmp_path: Path)
     kept.rename(kept.with_name("valid-step-00000012.json"))
     assert scores(run, silent, max_tokens=0) == own
     # Of one document there is no standard error: JSON has null, a report NaN.
-    again = scores(run, silent, data=tmp_path / "other", max_tokens=0).result
+    again = scores(run, silent, data=other, max_tokens=0).result
     assert again is not None
     assert math.isnan(again.rows[0].standard_error)
     (kept,) = (lab.dss / "evaluations").glob(f"*-{foreign.data[:12]}.json")
@@ -141,10 +135,8 @@ def test_runs_with_parts_missing(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_a_model_without_state_spaces(lab: Lab, tmp_path: Path) -> None:
-    settings = ["model.width=16", "model.feedforward_width=32", "model.attention.heads=2", "model.depth=1", "steps=2",
-                "length=32", "batch_tokens=64", "device=cpu"]  # fmt: skip
-    train(resolve("transformer-tiny", None, settings, 257), lab.data, tmp_path / "plain", quiet=True)
-    text = write_report([tmp_path / "plain"], tmp_path / "report.html").read_text(encoding="utf-8")
+    plain = make_run("transformer-tiny", lab.data, tmp_path / "plain", steps=2)
+    text = write_report([plain], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "the model has no state spaces" in text
 
 

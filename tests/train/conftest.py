@@ -7,25 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gss.data import load_tokenizer, prepare
-
-
-def write_corpus(folder: Path, seed: int = 0) -> None:
-    """Sixteen documents of 20 to 400 words over a small vocabulary."""
-    draw = random.Random(seed)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
-    folder.mkdir(parents=True)
-    for number in range(16):
-        text = " ".join(draw.choices(words, k=draw.choice([20, 60, 150, 400])))
-        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+from tests.making import make_corpus
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_corpus(folder / "text")
-    prepare([str(folder / "text")], folder / "data", load_tokenizer("bytes"), valid=0.15, workers=1)
-    return folder / "data"
+    """Sixteen documents of 20 to 400 words over a small vocabulary."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
+    texts = {f"{n:02d}": " ".join(draw.choices(words, k=draw.choice([20, 60, 150, 400]))) for n in range(16)}
+    return make_corpus(tmp_path_factory.mktemp("corpus"), texts, valid=0.15)
 
 
 @pytest.fixture(autouse=True)

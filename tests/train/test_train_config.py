@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from train_runs import SMALL_MODEL, run
+from train_runs import run
 
 from gss.config import from_mapping, to_mapping
 from gss.presets import PRESETS, preset
 from gss.recipes import recipe_names
 from gss.training import ParallelConfig, TrainConfig, resolve
 from gss.training.config import differences
+from tests.making import SMALL_MODEL
 
 # The paper's tables 1 and 2, as far as their models are presets: (file, preset) → rows × length.
 PAPER_RUNS = {
@@ -86,10 +87,9 @@ def test_what_a_model_does_not_use_may_differ() -> None:
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SMALL_RUNS.items() for name in names])
 def test_small_runs_run(corpus: Path, tmp_path: Path, file: str, name: str) -> None:
     """With narrower layers, fewer and shorter rows and 3 steps: their own schedule, reports and checkpoints."""
-    narrow = {**SMALL_MODEL, "length": 64, "batch_tokens": 128, "steps": 3, "device": "cpu"}
-    reports = {"report.evaluate_lengths": "[32, 64]", "report.evaluate_tokens": 512, "report.sample_tokens": 4}
-    sets = [f"{key}={value}" for key, value in {**narrow, **reports}.items()]
-    assert len(run(resolve(name, file, sets, 257), corpus, tmp_path / "run")) == 3
+    reports = {"report.evaluate_lengths": [32, 64], "report.evaluate_tokens": 512, "report.sample_tokens": 4}
+    settings = SMALL_MODEL | {"length": 64, "batch_tokens": 128, "steps": 3, "device": "cpu"} | reports
+    assert len(run(resolve(name, file, settings, 257), corpus, tmp_path / "run")) == 3
 
 
 def test_what_overrides_what(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from train_runs import FAMILIES, final_files, losses, run, small_config
 
-from gss.data import load_tokenizer, prepare
+from gss.data import load_tokenizer
 from gss.io import checkpoint
 from gss.training import loop, train
 from gss.training.step import Stepper
+from tests.making import make_corpus
 
 
 class _StopAfter:
@@ -154,11 +155,9 @@ def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
 
 def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
     run(small_config(), corpus, tmp_path / "run")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("other words " * 500)
-    prepare([str(tmp_path / "text")], tmp_path / "data", load_tokenizer("bytes"), valid=0, workers=1)
+    other = make_corpus(tmp_path, ["other words " * 500], valid=0)
     with pytest.raises(ValueError, match=r"data.hash was .*, now .*--allow data.hash"):
-        run(small_config(), tmp_path / "data", tmp_path / "run")
+        run(small_config(), other, tmp_path / "run")
 
 
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:

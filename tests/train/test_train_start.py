@@ -18,6 +18,7 @@ from gss.config import parse_assignments
 from gss.nn.lora import add_lora, merged
 from gss.training.start import plan
 from tests import conftest
+from tests.making import call
 
 CARRYING = ("gss", "gss-hybrid", "gss2", "dss")
 
@@ -204,13 +205,6 @@ def test_states_of_another_model_are_refused(base: Path, tmp_path: Path) -> None
         gss.load(base, state=tmp_path / "bad")
     with pytest.raises(ValueError, match="there is no state at"):
         gss.load(base, state=tmp_path / "none")
-
-
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.stdout
 
 
 def test_the_commands(corpus: Path, base: Path, tmp_path: Path) -> None:

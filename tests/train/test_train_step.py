@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_runs import FAMILIES, SMALL_MODEL, small_config
+from train_runs import FAMILIES, small_config
 
 from gss.data import Batch, Dataset, Segments, as_tensors, dataset_from_arrays, open_dataset
 from gss.model import build_model
@@ -161,10 +161,8 @@ def test_bf16_keeps_parameters_gradients_and_states_in_fp32(corpus: Path, family
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
 def test_every_family_overfits_a_small_batch(name: str) -> None:
-    settings = {key.replace(".", "__"): value for key, value in SMALL_MODEL.items()} | {"model__width": 32}
-    config = small_config(
-        name.removesuffix("-tiny"), **settings, steps=300, optimizer__warmup_steps=10, optimizer__weight_decay=0
-    )
+    still = {"optimizer__warmup_steps": 10, "optimizer__weight_decay": 0}
+    config = small_config(name.removesuffix("-tiny"), model__width=32, steps=300, **still)
     assert config.model.pattern == preset(name).pattern
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 257, (4, 33), generator=draw)

@@ -9,36 +9,23 @@ from typing import Any
 from gss.io.runs import read_metrics
 from gss.presets import preset
 from gss.training import TrainConfig, resolve, train
+from tests.making import SMALL, dotted
 
 FAMILIES = ("gss", "gss-hybrid", "dss", "transformer")
-
-SMALL_MODEL = {
-    "model.width": 16,
-    "model.depth": 2,
-    "model.gate_width": 32,
-    "model.channels": 8,
-    "model.feedforward_width": 32,
-    "model.state_space.modes": 4,
-    "model.attention.heads": 2,
-}
 
 
 def assignments(**settings: Any) -> list[str]:
     """Settings of a small run as `key=value`; a dot in a key is written as two underscores."""
     values: dict[str, Any] = {
-        **SMALL_MODEL,
+        **SMALL,
         "length": 32,
-        "batch_tokens": 128,
         "steps": 12,
-        "device": "cpu",
         "optimizer.warmup_steps": 3,
         "optimizer.learning_rate": 0.01,
         "report.log_every": 1,
-        "report.evaluate_every": 0,
-        "report.sample_every": 0,
         "checkpoint.every": 4,
+        **dotted(settings),
     }
-    values |= {key.replace("__", "."): value for key, value in settings.items()}
     return [f"{key}={_toml(value)}" for key, value in values.items()]
 
 
