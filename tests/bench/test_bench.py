@@ -5,17 +5,17 @@ import json
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gss.bench.models
 from gss.bench.check import check_training
 from gss.bench.models import bench_decode, bench_prefill, bench_train
-from gss.cli import app
 from gss.decode import Decoder
 from gss.nn.gss import GSSLayer
 from gss.presets import preset
+from tests.making import call
 
 CPU = torch.device("cpu")
+PREFILL = ("bench", "prefill", "--device=cpu", "--model=gss-tiny", "--repeats=1")
 
 
 def test_train_measures_a_model() -> None:
@@ -85,28 +85,20 @@ def test_prefill_checks_and_measures_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_command_prints_one_document() -> None:
-    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--shape=1x32", "--repeats=1", "--json"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(call(*PREFILL, "--shape=1x32", "--json"))
     assert set(found) == {"command", "commit", "hardware", "versions", "date", "ceilings", "rows"}
     assert [row["name"] for row in found["rows"]] == ["prefill gss-tiny, 1×32", "error of prefill gss-tiny, 1×32"]
 
 
 def test_the_command_prints_a_table_last() -> None:
-    command = ["bench", "prefill", "--device=cpu", "--model=gss-tiny", "--shape=1x16", "--repeats=1"]
-    result = CliRunner().invoke(app, [*command, "--shape=2x8", "--shape=2x24"])
-    assert result.exit_code == 0, result.output
-    before, _, table = result.stdout.partition("\n\n")
+    before, _, table = call(*PREFILL, "--shape=1x16", "--shape=2x8", "--shape=2x24").partition("\n\n")
     assert "torch" in before
-    assert [line.split("  ")[0] for line in table.splitlines()[::2]] == [
-        "prefill gss-tiny, 1×16",
-        "prefill gss-tiny, 2×8",
-        "prefill gss-tiny, 2×24",
-    ]
+    names = [line.split("  ")[0] for line in table.splitlines()[::2]]
+    assert names == [f"prefill gss-tiny, {shape}" for shape in ("1×16", "2×8", "2×24")]
     for words, reason in {
         ("prefill", "--shape=64"): "'64' is not a shape",
         ("data",): "nothing to measure named 'data'; choose from: train, prefill, decode",
         ("train", "--piece=8"): "gss bench train has no option --piece",
     }.items():
-        assert reason in str(CliRunner().invoke(app, ["bench", *words]).exception)
+        with pytest.raises(ValueError, match=reason):
+            call("bench", *words)

@@ -3,31 +3,25 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments.data_speed import bench_data
 from gss.cli import app
-
-runner = CliRunner()
+from tests.making import call
 
 
 @pytest.fixture(scope="module")
 def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "stdlib"
-    result = runner.invoke(app, ["prepare", "stdlib", "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "lossless" in result.output
+    assert "lossless" in call("prepare", "stdlib", "--out", out)
     return out
 
 
 def test_data_shows_the_corpus(stdlib: Path) -> None:
-    result = runner.invoke(app, ["data", str(stdlib), "--sample", "3"])
-    assert result.exit_code == 0
-    assert "train: lengths of documents in tokens" in result.output
-    bars = [line for line in result.output.splitlines() if " to " in line and "█" in line]
-    assert len(bars) > 5
-    assert "all hashes verified" in result.output
-    assert "sample: train, document" in result.output
+    shown = call("data", stdlib, "--sample", 3)
+    assert "train: lengths of documents in tokens" in shown
+    assert len([line for line in shown.splitlines() if " to " in line and "█" in line]) > 5
+    assert "all hashes verified" in shown
+    assert "sample: train, document" in shown
 
 
 def test_data_refuses_altered_files(stdlib: Path) -> None:
@@ -35,9 +29,8 @@ def test_data_refuses_altered_files(stdlib: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:10] + b"\1" + whole[11:])
     try:
-        result = runner.invoke(app, ["data", str(stdlib)])
-        assert isinstance(result.exception, ValueError)
-        assert "valid.tokens was altered" in str(result.exception)
+        with pytest.raises(ValueError, match=r"valid\.tokens was altered"):
+            call("data", stdlib)
     finally:
         path.write_bytes(whole)
 
@@ -48,29 +41,20 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     (tmp_path / "c" / "b.tex").write_bytes(b"\0")
     (tmp_path / "c" / "c.tex").write_text("the state space\n")
     (tmp_path / "c" / "d.md").write_text("not read\n")
-    arguments = ["prepare", str(tmp_path / "c"), "--out", str(tmp_path / "out"), "--tokenizer", str(t5_like)]
-    result = runner.invoke(app, [*arguments, "--suffix", "tex", "--valid", "0", "--workers", "1"])
-    assert result.exit_code == 0, result.output
-    assert "left out: 1 binary (c/b.tex)" in result.output
-    assert "left out: 1 duplicate (c/c.tex)" in result.output
-    assert "no document is held out" in result.output
-    assert "note: 1 files were not read (1 .md)" in result.output
-    shown = runner.invoke(app, ["data", str(tmp_path / "out")])
-    assert "LOSSY: it changes or drops newlines, runs of spaces" in shown.output
+    arguments = ("prepare", tmp_path / "c", "--out", tmp_path / "out", "--tokenizer", t5_like)
+    printed = call(*arguments, "--suffix", "tex", "--valid", 0, "--workers", 1)
+    assert "left out: 1 binary (c/b.tex)" in printed
+    assert "left out: 1 duplicate (c/c.tex)" in printed
+    assert "no document is held out" in printed
+    assert "note: 1 files were not read (1 .md)" in printed
+    assert "LOSSY: it changes or drops newlines, runs of spaces" in call("data", tmp_path / "out")
 
 
 def test_tokenizer_train_and_use(tmp_path: Path, texts: list[str]) -> None:
-    (tmp_path / "corpus.txt").write_text("\n".join(texts))
-    out = tmp_path / "vocabulary"
-    arguments = ["tokenizer", "train", str(tmp_path / "corpus.txt"), "--out", str(out), "--vocab-size", "320"]
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "320 pieces, lossless" in result.output
-    prepared = runner.invoke(
-        app, ["prepare", str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "data"), "-t", str(out), "-j", "1"]
-    )
-    assert prepared.exit_code == 0, prepared.output
-    assert "sentencepiece, 320 ids" in prepared.output
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "vocabulary"
+    corpus.write_text("\n".join(texts))
+    assert "320 pieces, lossless" in call("tokenizer", "train", corpus, "--out", out, "--vocab-size", 320)
+    assert "sentencepiece, 320 ids" in call("prepare", corpus, "--out", tmp_path / "data", "-t", out, "-j", 1)
 
 
 def test_measuring_the_data_pipeline_measures_everything() -> None:

@@ -8,45 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from gss.data import load_tokenizer, prepare
 from gss.reproduce import SCALES, TARGETS, Corpus, Trial, find_corpora, planned
+from tests.making import SMALL_MODEL, make_corpus
 
-QUICK: dict[str, Any] = {
-    "model.width": 16,
-    "model.depth": 2,
-    "model.gate_width": 24,
-    "model.channels": 4,
-    "model.feedforward_width": 24,
-    "model.state_space.modes": 4,
-    "model.attention.heads": 2,
-    "length": 64,
-    "batch_tokens": 128,
-}
+QUICK: dict[str, Any] = SMALL_MODEL | {"length": 64, "batch_tokens": 128}
 BOOKS = Corpus("books", Path("books"), 32_000, False, {"tokenizer": "t5"}, 4_778_601, 104_667_316, 399_616_561)
-
-
-def write_text(folder: Path) -> None:
-    """Documents of made-up words in lines, one of them longer than 4,096 bytes in each split."""
-    draw = random.Random(1)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
-    for split, sizes in (("train", (1000, 300, 200)), ("valid", (1100, 150))):
-        (folder / split).mkdir(parents=True)
-        for number, size in enumerate(sizes):
-            text = "\n\n".join("  ".join(draw.choices(words, k=10)) for _ in range(size // 10))
-            (folder / split / f"{number}.txt").write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reproduce") / "text"
-    write_text(folder)
-    return folder
+    """Documents of made-up words in lines, one of them longer than 4,096 bytes in each split."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
+    sizes = {"train": (1000, 300, 200), "valid": (1100, 150)}
+    named = {
+        f"{split}/{number}": "\n\n".join("  ".join(draw.choices(words, k=10)) for _ in range(size // 10))
+        for split in sizes
+        for number, size in enumerate(sizes[split])
+    }
+    folder = tmp_path_factory.mktemp("reproduce")
+    make_corpus(folder, named).rename(folder / "books")
+    return folder / "text"
 
 
 @pytest.fixture(scope="session")
 def corpus(texts: Path) -> Corpus:
-    prepare([str(texts)], texts.parent / "data" / "books", load_tokenizer("bytes"), workers=1)
-    return find_corpora([texts.parent / "data"])[0]
+    return find_corpora([texts.parent / "books"])[0]
 
 
 @pytest.fixture(autouse=True, scope="module")

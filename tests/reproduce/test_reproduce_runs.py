@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from gss.cli import app
 from gss.reproduce import SCALES, TARGETS, Corpus, Outcome, Trial, planned, reproduce, runner
 from gss.reproduce.tables import report_text
+from tests.making import call
 from tests.reproduce.conftest import BOOKS, QUICK, made_up, quick_trials
 
 TABLE_1 = """\
@@ -178,23 +177,19 @@ def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path:
 
 
 def test_the_command(corpus: Corpus, tmp_path: Path) -> None:
-    sets = [item for key, value in {**QUICK, "steps": 2}.items() for item in ("--set", f"{key}={value}")]
-    base = ["reproduce", "table1", "--data", str(corpus.folder.parent), "--out", str(tmp_path), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*base, "--corpus", "books", "--only", "gss", "--evaluate-tokens", "600", *sets])
-    assert done.exit_code == 0, done.output
-    assert "| books" in done.stdout
+    sets = [f"--set={key}={value}" for key, value in {**QUICK, "steps": 2}.items()]
+    base = ("reproduce", "table1", "--data", corpus.folder, "--out", tmp_path, "--device", "cpu")
+    assert "| books" in call(*base, "--corpus", "books", "--only", "gss", "--evaluate-tokens", 600, *sets)
     kept = json.loads(next(tmp_path.glob("*/result.json")).read_text())
     assert kept["evaluation"]["tokens"] == 600
     assert kept["config"]["steps"] == 2
 
 
 def test_the_papers_scale_prints_commands(corpus: Corpus, tmp_path: Path) -> None:
-    folder = str(corpus.folder)
-    base = ["reproduce", "table1", "--data", folder, "--out", str(tmp_path), "--scale", "paper", "--device", "cpu"]
-    done = CliRunner().invoke(app, base)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.count("torchrun --standalone --nproc-per-node=8 -m gss train --config") == 3
-    assert "pg19.toml --preset dss --data" in done.stdout
+    base = ("reproduce", "table1", "--data", corpus.folder, "--out", tmp_path, "--scale", "paper", "--device", "cpu")
+    printed = call(*base)
+    assert printed.count("torchrun --standalone --nproc-per-node=8 -m gss train --config") == 3
+    assert "pg19.toml --preset dss --data" in printed
 
 
 @pytest.mark.parametrize(
@@ -214,6 +209,5 @@ def test_the_papers_scale_prints_commands(corpus: Corpus, tmp_path: Path) -> Non
 def test_what_a_user_can_get_wrong(corpus: Corpus, tmp_path: Path, arguments: list[str], message: str) -> None:
     if "--data" not in arguments and "small" not in arguments:
         arguments = [*arguments, "--data", str(corpus.folder)]
-    done = CliRunner().invoke(app, ["reproduce", *arguments, "--out", str(tmp_path)])
-    assert isinstance(done.exception, ValueError)
-    assert message in str(done.exception)
+    with pytest.raises(ValueError, match=message):
+        call("reproduce", *arguments, "--out", tmp_path)

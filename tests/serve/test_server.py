@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 import gss
-from gss.cli import app
+from tests.conftest import Command
+from tests.making import call
 from tests.serve.serving import Server, alone, lively_model, serving, text_of
 
 pytest.importorskip("fastapi")
@@ -155,21 +154,17 @@ def test_a_drain_does_not_wait_for_ever(run: Path) -> None:
         assert "Traceback" not in said
 
 
-def gss_serve(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
-
-
-def test_others_are_warned_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_warned_of(run: Path, monkeypatch: pytest.MonkeyPatch, command_line: Command) -> None:
     served: list[dict[str, Any]] = []
     monkeypatch.setattr("gss.serve.server.serve", lambda loaded, **options: served.append(options))
     warned = [
-        "no API key is set" in " ".join(gss_serve(run, *options).stderr.split())
+        "no API key is set" in " ".join(command_line("serve", run, *options)[2].split())
         for options in ((), ("--host", "0.0.0.0"), ("--host", "0.0.0.0", "--api-key", "x"), ("--host", "::1"))
     ]
     assert warned == [False, True, False, False]
     assert [options["api_key"] for options in served] == [None, None, "x", None]
     monkeypatch.setenv("GSS_API_KEY", "from the environment")
-    gss_serve(run)
+    call("serve", run)
     assert served[-1]["api_key"] == "from the environment"
     assert served[-1]["host"] == "127.0.0.1"
 
@@ -180,7 +175,7 @@ def test_brackets_in_a_path_are_no_markup(run: Path, tmp_path: Path, monkeypatch
     odd = tmp_path / "a[" / "b]"  # with [/b] in it, which would end a style
     odd.parent.mkdir()
     odd.symlink_to(run)
-    assert gss_serve(odd).exception is None
+    call("serve", odd)
     assert served[-1]["name"] == "tiny"
 
 
@@ -193,6 +188,5 @@ def test_bad_calls(run: Path, server: Server, tmp_path: Path) -> None:
         ((run, "--drain", "inf"), "the drain must be a number of seconds, not inf"),
         ((run, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
     ):
-        result = gss_serve(*arguments)
-        assert isinstance(result.exception, ValueError | OSError)
-        assert reason in str(result.exception)
+        with pytest.raises((ValueError, OSError), match=reason):
+            call("serve", *arguments)

@@ -161,8 +161,8 @@ def test_bf16_keeps_parameters_gradients_and_states_in_fp32(corpus: Path, family
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
 def test_every_family_overfits_a_small_batch(name: str) -> None:
-    still = {"optimizer__warmup_steps": 10, "optimizer__weight_decay": 0}
-    config = small_config(name.removesuffix("-tiny"), model__width=32, steps=300, **still)
+    rates = {"optimizer__warmup_steps": 10, "optimizer__weight_decay": 0}
+    config = small_config(name.removesuffix("-tiny"), model__width=32, steps=300, **rates)
     assert config.model.pattern == preset(name).pattern
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 257, (4, 33), generator=draw)
