@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from data_corpora import folder_bytes, make_text
 
@@ -81,10 +82,15 @@ def kill_often(corpus: Path, tokenizer: Path, folder: Path, kills: int, seed: in
 
 
 def wait_for_group_to_end(group: int) -> None:
-    for _ in range(500):
+    def running(process: psutil.Process) -> bool:
+        """A zombie is not: whoever has adopted it reaps it when it likes."""
         try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
+            return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    for _ in range(500):
+        if not any(map(running, psutil.process_iter())):
             return
         time.sleep(0.01)
     raise AssertionError("worker processes outlived their parent by 5 seconds")
