@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gss
 from gss.choices import ACTIVATIONS
 from tests.comparing import relative_error, run, run_prefixes
-from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, small_config
+from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
 LONG = (*FAMILIES, SLIDING)  # the others in shorter tests
 EVERY = (*ALL_FAMILIES, SLIDING)
@@ -23,6 +23,11 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.1e}"
+
+
+def assert_equal(state: gss.ModelState, expected: gss.ModelState) -> None:
+    for layer, other in zip(state.layers, expected.layers, strict=True):
+        assert all(torch.equal(layer[name], other[name]) for name in layer | other)
 
 
 def random_sizes(total: int, most: int, generator: random.Random) -> list[int]:
@@ -156,8 +161,10 @@ def test_a_state_is_a_value(family: str) -> None:
     first, _ = model(tokens[:, 10:], state)
     model(tokens[:, 10:11], state)
     assert torch.equal(model(tokens[:, 10:], state)[0], first)
-    for layer, copy in zip(state.layers, copies.layers, strict=True):
-        assert all(torch.equal(layer[name], copy[name]) for name in layer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert_equal(state, copies)
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -175,6 +182,8 @@ def test_rows_at_different_positions(family: str, length: int) -> None:
         assert relative_error(logits[i : i + 1], alone) < 1e-11
 
     reset = state.where(torch.tensor([True, False, False]), model.initial_state(3))
+    if model.bounded_state:
+        assert_equal(reset.select([0]), model.initial_state(1))
     logits, _ = model(piece, reset)
     assert relative_error(logits[:1], model(piece[:1])[0]) < 1e-11
     whole = torch.cat([tokens[1:2, : read[1] + length], piece[1:2]], dim=1)
@@ -194,6 +203,8 @@ def test_packed_documents_are_read_alone(family: str) -> None:
         starts[row, cut[1:-1]] = True  # a row's first token starts a document, marked or not
     packed, state = model.hidden(tokens, keep_state=False, starts=starts)
     assert state is None
+    changed = torch.cat([tokens[:, :33].flip(1), tokens[:, 33:]], dim=1)  # the first document of the second row
+    assert torch.equal(model.hidden(changed, keep_state=False, starts=starts)[0][1, 33:], packed[1, 33:])
     alone = [
         torch.cat([model.hidden(tokens[row : row + 1, a:b])[0] for a, b in itertools.pairwise(cut)], dim=1)
         for row, cut in enumerate(cuts)
@@ -211,11 +222,17 @@ def test_a_forward_pass_does_not_wait_for_the_device(family: str) -> None:
     assert state.batch == 2
 
 
-def test_state_precision_under_autocast() -> None:
-    model = gss.build_model(small_config("gss"))
-    tokens = torch.randint(0, 61, (2, 12))
+@pytest.mark.parametrize("family", ["gss", "dss", *WINDOW_FAMILIES])
+def test_state_precision_under_autocast(family: str) -> None:
+    model = gss.build_model(small_config(family))
+    tokens = torch.randint(0, 61, (2, 30))
     with torch.autocast("cpu", torch.bfloat16):
         logits, state = model(tokens)
+        pieces, again = model(tokens[:, :13])
+        rest, _ = model(tokens[:, 13:], again)
     assert logits.dtype == torch.bfloat16
-    assert all(t.dtype == torch.float32 for layer in state.layers for t in layer.values())
+    assert all(t.dtype == torch.float32 for layer in state.layers for t in layer.values() if t.is_floating_point())
     assert relative_error(logits, model(tokens)[0]) < 0.05
+    assert relative_error(torch.cat([pieces, rest], dim=1), logits) < 0.02
+    assert model.bounded_state
+    assert state.nbytes == model.initial_state(2).nbytes

@@ -1,7 +1,7 @@
-"""Transformers on windows: whole, pieces and single tokens give one answer, and nothing crosses a document's start.
+"""Transformers on windows: whole, pieces and single tokens give one answer.
 
-The lighter general tests of the contract run on these families too (tests/test_contract.py); here are lengths around
-windows of 8, states, and the heavier cases at a size that suits models that run window by window.
+The lighter general tests of the contract run on these families too (tests/test_contract.py), documents included; here
+are lengths around windows of 8, and the heavier cases at a size that suits models that run window by window.
 """
 
 import random
@@ -77,41 +77,6 @@ def test_odd_windows(family: str, window: int) -> None:
         assert_same(run(model, tokens, sizes), run(model, tokens, [23]), 1e-10)
 
 
-@pytest.mark.parametrize("family", WINDOW_FAMILIES)
-def test_a_new_document_knows_nothing_of_the_one_before(family: str) -> None:
-    """Two documents before, the same one after: with a reset row by row as in lanes, nothing of it differs."""
-    model = gss.build_model(small_config(family)).double()
-    before, other, document = (torch.randint(0, 61, (2, 21)) for _ in range(3))
-    starts = torch.tensor([True, False])
-
-    def read(first: torch.Tensor) -> tuple[torch.Tensor, gss.ModelState]:
-        _, state = model(first)
-        reset = state.where(starts, model.initial_state(2))
-        logits, after = model(document, reset)
-        return logits, after
-
-    logits, after = read(before)
-    other_logits, other_after = read(other)
-    assert torch.equal(logits[0], other_logits[0])
-    for layer, other_layer in zip(after.layers, other_after.layers, strict=True):
-        assert all(torch.equal(layer[name][0], other_layer[name][0]) for name in layer)
-    assert relative_error(logits[:1], model(document[:1])[0]) < 1e-12
-    assert not torch.allclose(logits[1], other_logits[1])  # the row that went on does know
-
-
-@pytest.mark.parametrize("family", WINDOW_FAMILIES)
-def test_packed_documents_longer_than_a_window(family: str) -> None:
-    model = gss.build_model(small_config(family)).double()
-    tokens = torch.randint(0, 61, (1, 60))
-    changed = tokens.clone()
-    changed[:, :25] = torch.randint(0, 61, (1, 25))
-    starts = torch.zeros(1, 60, dtype=torch.bool)
-    starts[0, 25] = True
-    packed, also = (model.hidden(t, keep_state=False, starts=starts)[0] for t in (tokens, changed))
-    assert torch.equal(packed[:, 25:], also[:, 25:])
-    assert relative_error(packed[:, 25:], model.hidden(tokens[:, 25:])[0]) < 1e-12
-
-
 @pytest.mark.parametrize("family", ["rec-fixed-skip", "feedback-lstm-single"])
 def test_the_recurrent_state_goes_beyond_every_window(family: str) -> None:
     """A token two stacks of windows back is seen by the recurrent model, and not by `slide` of the same depth."""
@@ -135,39 +100,12 @@ def test_gradients_reach_the_learned_start(family: str) -> None:
     assert relative_error(from_value, from_none) < 1e-12
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", WINDOW_FAMILIES)
-def test_a_state_does_not_change_with_the_parameters(family: str) -> None:
-    model = gss.build_model(small_config(family)).double()
-    _, state = model(torch.randint(0, 61, (2, 5)))
-    copies = state.map(torch.clone)
-    for parameter in model.parameters():
-        parameter.add_(1)
-    for layer, copy in zip(state.layers, copies.layers, strict=True):
-        assert all(torch.equal(layer[name], copy[name]) for name in layer)
-
-
 @pytest.mark.parametrize("family", WINDOW_FAMILIES)
 def test_a_short_piece_has_a_gradient_for_every_parameter(family: str) -> None:
     """Data-parallel training waits for all of them, also where no window ends."""
     model = gss.build_model(small_config(family))
     model(torch.randint(0, 61, (2, 5)), keep_state=False)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", WINDOW_FAMILIES)
-def test_states_are_constant_and_precise_under_autocast(family: str) -> None:
-    model = gss.build_model(small_config(family))
-    assert model.bounded_state
-    tokens = torch.randint(0, 61, (2, 30))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, state = model(tokens)
-        pieces, again = model(tokens[:, :13])
-        rest, again = model(tokens[:, 13:], again)
-    assert all(t.dtype == torch.float32 for layer in state.layers for t in layer.values() if t.is_floating_point())
-    assert relative_error(logits, model(tokens)[0]) < 0.05
-    assert relative_error(torch.cat([pieces, rest], dim=1), logits) < 0.02
-    assert state.nbytes == model.initial_state(2).nbytes
 
 
 def test_mixing_is_counted_by_what_is_seen() -> None:

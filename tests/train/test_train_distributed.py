@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from filelock import FileLock
 from torch.distributed.tensor import DTensor
-from train_runs import assignments, command, losses, small_config
+from train_runs import assignments, command, losses, small_config, window_config
 
 from gss.data import Segments, as_tensors, open_dataset
 from gss.io import checkpoint
@@ -23,9 +23,10 @@ from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
+from tests.conftest import WINDOW_FAMILIES, Command
 
-STEPS = 20
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+STEPS = 12
+BOTH: dict[str, tuple[str, dict[str, Any]]] = {
     "gss": ("gss", {}),
     "hybrid": ("gss-hybrid", {}),
     "dss": ("dss", {}),
@@ -36,12 +37,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("gss-hybrid", {"optimizer__name": "muon"}),
     "checkpointed": ("gss", {"activation_checkpointing": True}),
 }
+CASES = {f"{parallel} {name}": case for parallel in ("ddp", "fsdp2") for name, case in BOTH.items()} | {
+    "ddp rec": ("rec-fixed-skip", {"optimizer__learning_rate": 0.01}),
+    "ddp feedback": ("feedback-lstm-single", {"optimizer__learning_rate": 0.01, "micro_batch_tokens": 32}),
+    "ddp short rows": ("rec-fixed-skip", {"optimizer__name": "adamw", "length": 8, "batch_tokens": 32}),
+    "ddp pieces of windows": ("rec-fixed-skip", {"optimizer__name": "adamw", "piece_tokens": 12}),
+    "fsdp2 pieces of windows": ("feedback-fixed-skip", {"optimizer__name": "adamw", "piece_tokens": 5}),
+    "fsdp2 rec": ("rec-fixed-skip", {"optimizer__name": "adamw"}),
+    "fsdp2 feedback": ("feedback-fixed-skip", {"optimizer__name": "adamw"}),
+}
 
 
-def _config(case: str, parallel: str) -> TrainConfig:
+def _config(case: str) -> TrainConfig:
     family, settings = CASES[case]
     # Rates of the paper's size; at ten times that Adam turns the rounding of tiny gradients into steps of its own.
-    return small_config(family, parallel=parallel, optimizer__learning_rate=1.6e-3, steps=STEPS, **settings)
+    common = {"parallel": case.partition(" ")[0], "optimizer__learning_rate": 1.6e-3, "steps": STEPS}
+    return (window_config if family in WINDOW_FAMILIES else small_config)(family, **common | settings)
 
 
 def _stepper(config: TrainConfig, world: World) -> Stepper:
@@ -59,28 +70,31 @@ def _steps(stepper: Stepper, corpus: Path, first: int, last: int) -> list[float]
 
 
 def _rank(rank: int, corpus: Path, folder: Path) -> None:
-    """All cases under both strategies in one pair of processes: starting them takes longest."""
+    """All cases in one pair of processes: starting them takes longest."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world = World(torch.device("cpu"), rank, 2)
     found: dict[str, Any] = {}
-    for parallel in ("ddp", "fsdp2"):
-        for case in CASES:
-            stepper = _stepper(_config(case, parallel), world)
-            if parallel == "fsdp2":
-                assert all(isinstance(parameter, DTensor) for parameter in stepper.model.parameters())
-            found[f"{parallel} {case}"] = _steps(stepper, corpus, 0, STEPS // 2)
-            tensors, scalars = snapshot.take(stepper)
-            if rank == 0:
-                checkpoint.save(folder / f"{parallel} {case}", STEPS // 2, tensors, {"optimizer": scalars})
-            found[f"{parallel} {case}"] += _steps(stepper, corpus, STEPS // 2, STEPS)
-            dist.barrier()
-        # And from a checkpoint of the other strategy.
+    for case in CASES:
+        stepper = _stepper(_config(case), world)
+        if case.startswith("fsdp2"):
+            assert all(isinstance(parameter, DTensor) for parameter in stepper.model.parameters())
+        found[case] = _steps(stepper, corpus, 0, STEPS // 2)
+        tensors, scalars = snapshot.take(stepper)
+        if rank == 0:
+            checkpoint.save(folder / case, STEPS // 2, tensors, {"optimizer": scalars})
+        found[case] += _steps(stepper, corpus, STEPS // 2, STEPS)
+        dist.barrier()
+    for parallel in ("ddp", "fsdp2"):  # and from a checkpoint of the other strategy
         saved = checkpoint.load(folder / f"ddp lanes/step-{STEPS // 2:08d}")
-        stepper = _stepper(_config("lanes", parallel), world)
+        stepper = _stepper(_config(f"{parallel} lanes"), world)
         snapshot.restore(stepper, saved.tensors, saved.trainer["optimizer"])
         found[f"{parallel} resumed"] = _steps(stepper, corpus, STEPS // 2, STEPS)
     found["kinds"] = _kinds_under_fsdp2(world, corpus)
+    try:
+        _stepper(window_config("slide", parallel="fsdp2"), world)
+    except ValueError as error:
+        found["refused"] = str(error)
     (folder / f"found{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -120,27 +134,27 @@ def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, both[0]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_give_the_losses_of_one(
-    corpus: Path, found: tuple[Path, dict[str, Any]], case: str, parallel: str
-) -> None:
-    alone = _steps(_stepper(_config(case, parallel), World(torch.device("cpu"))), corpus, 0, STEPS)
+def test_two_processes_give_the_losses_of_one(corpus: Path, found: tuple[Path, dict[str, Any]], case: str) -> None:
+    alone = _steps(_stepper(_config(case), World(torch.device("cpu"))), corpus, 0, STEPS)
     assert alone[0] - alone[-1] > 0.1  # it learns, by far more than the tolerance
-    assert found[1][f"{parallel} {case}"] == pytest.approx(alone, abs=1e-5)
+    assert found[1][case] == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", ["lanes", "dss", "muon"])
-def test_one_process_loads_what_two_saved(
-    corpus: Path, found: tuple[Path, dict[str, Any]], case: str, parallel: str
-) -> None:
+def test_shards_are_refused_where_matrices_must_be_whole(found: tuple[Path, dict[str, Any]]) -> None:
+    assert "adafactor needs whole matrices" in found[1]["refused"]
+
+
+@pytest.mark.parametrize(
+    "case", [f"{parallel} {name}" for parallel in ("ddp", "fsdp2") for name in ("lanes", "dss", "muon")]
+)
+def test_one_process_loads_what_two_saved(corpus: Path, found: tuple[Path, dict[str, Any]], case: str) -> None:
     folder, two = found
-    saved = checkpoint.load(folder / f"{parallel} {case}/step-{STEPS // 2:08d}")
-    stepper = _stepper(_config(case, parallel), World(torch.device("cpu")))
+    saved = checkpoint.load(folder / f"{case}/step-{STEPS // 2:08d}")
+    stepper = _stepper(_config(case), World(torch.device("cpu")))
     snapshot.restore(stepper, saved.tensors, saved.trainer["optimizer"])
     resumed = _steps(stepper, corpus, STEPS // 2, STEPS)
-    assert resumed == pytest.approx(two[f"{parallel} {case}"][STEPS // 2 :], abs=1e-5)
+    assert resumed == pytest.approx(two[case][STEPS // 2 :], abs=1e-5)
 
 
 def test_each_strategy_loads_what_the_other_saved(found: tuple[Path, dict[str, Any]]) -> None:
@@ -153,7 +167,9 @@ def test_state_space_parameters_stay_fp32_and_real_under_fsdp2(found: tuple[Path
 
 
 @pytest.mark.parametrize("parallel", [{"parallel__context": 2}, {"parallel": "fsdp2"}], ids=["context", "fsdp2"])
-def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+def test_torchrun_then_one_process(
+    corpus: Path, tmp_path: Path, parallel: dict[str, Any], command_line: Command
+) -> None:
     """Two processes from the command line, evaluation and sample included; then gone on with by one.
 
     They have rows of their own, or a stretch of every row each.
@@ -173,9 +189,8 @@ def test_torchrun_then_one_process(corpus: Path, tmp_path: Path, parallel: dict[
     samples = [(tmp_path / "run" / "samples" / f"step-{step:08d}.txt").read_bytes() for step in (6, 12)]
     for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[1:]:
         os.rename(path, tmp_path / path.name)
-    process = command(*arguments, "--set=parallel.context=1")
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    status, output, errors = command_line(*arguments, "--set=parallel.context=1")
+    assert status == 0, errors
     assert "resuming from step 4 of 12" in output
     one = losses(tmp_path / "run")
     assert one[:4] == two[:4]

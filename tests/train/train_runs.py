@@ -40,6 +40,16 @@ def small_config(family: str = "gss-hybrid", **settings: Any) -> TrainConfig:
     return resolve(f"{family}-tiny", None, assignments(**settings), 257)
 
 
+def window_config(family: str, **settings: Any) -> TrainConfig:
+    """Of a Transformer on windows: rows of four windows in lanes, Adafactor."""
+    sizes: dict[str, Any] = {"model__attention__window": 8, "model__recurrent__vectors": 4}
+    if family.startswith("rec-"):
+        sizes["model__pattern"] = '["slide", "recurrent"]'
+    if family.startswith("feedback-"):
+        sizes |= {"model__depth": 1, "model__recurrent__block": 1, "model__recurrent__blocks": 2}
+    return small_config(family, **{**sizes, "batching": "lanes", "optimizer__name": "adafactor", **settings})
+
+
 def run(config: TrainConfig, data: Path, out: Path, **options: Any) -> list[float]:
     """Train quietly; the losses of all steps of the run so far."""
     train(config, data, out, quiet=True, **options)
