@@ -1,4 +1,4 @@
-"""Running a model in pieces, token ids that continue a prompt, and how close two tensors are, in one place."""
+"""How close tensors, gradients and states are; running a model in pieces; token ids that continue a prompt."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gss import decode
 from gss.model import LanguageModel
+from gss.nn.state import ModelState
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -18,6 +19,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     )
     error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
     return float("inf") if torch.isnan(error) else error.item()
+
+
+def assert_close(actual: Tensor, expected: Tensor, inputs: Sequence[Tensor], error: float, gradients: float) -> None:
+    """Two results, then the gradients of a random function of them with respect to the same inputs."""
+    assert relative_error(actual, expected) < error
+    weights = torch.randn_like(expected)
+    found = torch.autograd.grad(actual, inputs, weights)
+    for ours, plain in zip(found, torch.autograd.grad(expected, inputs, weights), strict=True):
+        assert relative_error(ours, plain) < gradients
+
+
+def assert_equal(state: ModelState, expected: ModelState) -> None:
+    """Every number of two states."""
+    for layer, other in zip(state.layers, expected.layers, strict=True):
+        assert layer.keys() == other.keys()
+        assert all(torch.equal(layer[name], other[name]) for name in layer)
 
 
 def run(model: LanguageModel, tokens: Tensor, sizes: list[int]) -> dict[str, Tensor]:

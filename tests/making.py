@@ -1,10 +1,13 @@
 """Small corpora and runs, run folders without training, and commands called in this process."""
 
+import itertools
 import json
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 import gss
@@ -13,6 +16,7 @@ from gss.config import to_mapping
 from gss.data import Tokenizer, load_tokenizer, prepare
 from gss.io.checkpoint import save
 from gss.training import resolve, train
+from gss.training.step import Stepper
 
 SMALL_MODEL: dict[str, Any] = {
     "model.width": 16,
@@ -59,6 +63,18 @@ def save_run(
     (tokenizer or load_tokenizer("bytes")).save(folder / "tokenizer")
     save(folder / "checkpoints", step, {"model": model.state_dict()}, {})
     return folder
+
+
+def stop_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A SIGTERM to this process in one of the next steps of training."""
+    original, steps = Stepper.step, itertools.count(1)
+
+    def step(stepper: Stepper, *given: Any) -> Any:
+        if next(steps) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return original(stepper, *given)
+
+    monkeypatch.setattr(Stepper, "step", step)
 
 
 def call(*arguments: object, **options: Any) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gss
 from gss.choices import ACTIVATIONS
-from tests.comparing import relative_error, run, run_prefixes
+from tests.comparing import assert_equal, relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
 LONG = (*FAMILIES, SLIDING)  # the others in shorter tests
@@ -23,11 +23,6 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= tolerance, f"{worst} differs by {errors[worst]:.1e}"
-
-
-def assert_equal(state: gss.ModelState, expected: gss.ModelState) -> None:
-    for layer, other in zip(state.layers, expected.layers, strict=True):
-        assert all(torch.equal(layer[name], other[name]) for name in layer | other)
 
 
 def random_sizes(total: int, most: int, generator: random.Random) -> list[int]:

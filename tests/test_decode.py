@@ -8,7 +8,7 @@ import torch
 import gss
 from gss import decode
 from gss.decode import Decoder
-from tests.comparing import relative_error
+from tests.comparing import assert_equal, relative_error
 from tests.conftest import ALL_FAMILIES, SLIDING, small_config
 
 
@@ -61,8 +61,7 @@ def test_rows_at_different_positions(family: str) -> None:
         [model(torch.cat([tokens[i, : n + 30], rows[i, :2]])[None])[0][:, -2:] for i, n in enumerate(read)]
     )
     assert relative_error(after, alone) < 1e-11
-    for layer, copy in zip(state.layers, untouched.layers, strict=True):
-        assert all(torch.equal(layer[name], copy[name]) for name in layer)
+    assert_equal(state, untouched)
 
 
 @torch.no_grad()

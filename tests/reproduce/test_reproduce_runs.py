@@ -11,7 +11,7 @@ import torch
 
 from gss.reproduce import SCALES, TARGETS, Corpus, Outcome, Trial, planned, reproduce, runner
 from gss.reproduce.tables import report_text
-from tests.making import call
+from tests.making import call, stop_in_step
 from tests.reproduce.conftest import BOOKS, QUICK, made_up, quick_trials
 
 TABLE_1 = """\
@@ -120,25 +120,8 @@ def test_results_of_other_settings_are_refused(finished: Path, corpus: Corpus, t
 
 def test_an_interrupted_trial_goes_on(finished: Path, corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     trials = quick_trials(corpus, "gss")
-
-    class AfterFour:
-        """As a signal that comes during the fourth step."""
-
-        steps = 0
-
-        def __enter__(self) -> "AfterFour":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        @property
-        def signal(self) -> signal.Signals | None:
-            self.steps += 1
-            return signal.SIGTERM if self.steps >= 4 else None
-
     with monkeypatch.context() as patched:
-        patched.setattr("gss.training.loop.Interrupt", AfterFour)
+        stop_in_step(patched, 4)
         patched.setattr(runner, "score_trial", lambda *a: pytest.fail("scored an unfinished trial"))
         outcome = go(trials, tmp_path)
     assert outcome.signal == signal.SIGTERM

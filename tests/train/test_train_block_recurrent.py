@@ -14,6 +14,7 @@ from gss.model import build_model
 from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.step import Stepper
+from tests.comparing import assert_equal
 from tests.conftest import WINDOW_FAMILIES
 
 
@@ -78,8 +79,7 @@ def test_a_lane_starts_a_document_afresh(family: str) -> None:
     assert loss == other_loss
     assert stepper.lanes is not None
     assert other.lanes is not None
-    for layer, other_layer in zip(stepper.lanes.layers, other.lanes.layers, strict=True):
-        assert all(torch.equal(layer[name], other_layer[name]) for name in layer)
+    assert_equal(stepper.lanes, other.lanes)
 
 
 @pytest.mark.parametrize("family", ["rec-fixed-skip", "feedback-lstm-single"])

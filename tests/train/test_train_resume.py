@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,7 @@ from gss.data import load_tokenizer
 from gss.io import checkpoint
 from gss.training import loop, train
 from gss.training.step import Stepper
-from tests.making import make_corpus
-
-
-class _StopAfter:
-    """Raises the interrupt flag after a number of steps, as a signal would."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-        taken = 0
-        original = Stepper.step
-
-        class Flag(loop.Interrupt):
-            def __enter__(flag: "Flag") -> "Flag":  # noqa: N805
-                self.flag = flag
-                return flag
-
-        def step(stepper: Stepper, batch: Any, number: int) -> Any:
-            nonlocal taken
-            taken += 1
-            if taken == steps:
-                self.flag.signal = signal.SIGTERM
-            return original(stepper, batch, number)
-
-        monkeypatch.setattr(loop, "Interrupt", Flag)
-        monkeypatch.setattr(Stepper, "step", step)
+from tests.making import make_corpus, stop_in_step
 
 
 @pytest.mark.parametrize(
@@ -58,7 +34,7 @@ def test_forty_steps_with_stops_at_random_steps(
     stops = 0
     while True:
         with monkeypatch.context() as patch:
-            _StopAfter(patch, draw.randint(1, 15))
+            stop_in_step(patch, draw.randint(1, 15))
             result = train(config, corpus, tmp_path / "stopped", quiet=True)
         if result.signal is None:
             break
