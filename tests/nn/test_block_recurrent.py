@@ -6,7 +6,7 @@ from torch import nn
 
 import gss
 from gss.nn.block_recurrent import FeedbackLayer, RecurrentLayer, StateCell
-from gss.nn.window_attention import SlideLayer, WindowAttention, WindowBlock, XLLayer, distance_buckets, unit
+from gss.nn.window_attention import SlideLayer, WindowAttention, XLLayer, distance_buckets, unit
 from gss.nn.windows import Windows
 from tests.comparing import relative_error
 from tests.conftest import small_config
@@ -72,19 +72,6 @@ def test_a_sliding_window_is_exactly_the_tokens_before() -> None:
     assert changed.nonzero().flatten().tolist() == list(range(10, 10 + WINDOW + 1))
 
 
-def test_queries_and_keys_have_length_one() -> None:
-    block = stirred(WindowBlock(config(), reads_state=True))
-    x = torch.randn(2, 5, 16).double()
-    queries, keys, _, state_queries = block.scaled(block.project(x))
-    assert torch.allclose(keys.norm(dim=-1), torch.ones(2, 5, 2).double())
-    assert torch.allclose(queries.norm(dim=-1), block.attention.scale.abs().expand(2, 5, 2))
-    assert torch.allclose(state_queries.norm(dim=-1), block.state_scale.abs().expand(2, 5, 2))
-    with torch.no_grad():
-        block.projection.weight[:32] *= 7  # Q and K
-    assert relative_error(block.scaled(block.project(x))[1], keys) < 1e-12
-    assert relative_error(block.scaled(block.project(x))[0], queries) < 1e-12
-
-
 @pytest.mark.parametrize("kind", [SlideLayer, XLLayer])
 def test_plain_layers(kind: type) -> None:
     layer = stirred(kind(small_config("slide")))
@@ -107,36 +94,6 @@ def test_horizontal(gate: str, layout: str) -> None:
         tokens = [[list(token) for token in tensor[row]] for tensor in (keys, values)]
         expected = loops.update(cell, list(vectors[row]), *tokens)
         assert relative_error(after[row], torch.stack(expected)) < 1e-12
-
-
-@pytest.mark.parametrize("layout", ["skip", "single"])
-@pytest.mark.parametrize("gate", ["fixed", "lstm"])
-def test_gates(gate: str, layout: str) -> None:
-    cell = stirred(StateCell(config(gate, layout)))
-    vectors, hidden = torch.randn(3, 16).double(), torch.randn(3, 24 if layout == "single" else 32).double()
-    proposed = torch.randn(3, 16).double()
-    after = cell.gate(vectors, proposed, hidden)
-    for i in range(3):
-        for channel in range(16):
-            if gate == "fixed":
-                keep = torch.sigmoid(cell.gate.bias[channel])
-                expected = keep * vectors[i, channel] + (1 - keep) * proposed[i, channel]
-            else:
-                forget = cell.gate.forget.weight[channel] @ hidden[i] + cell.gate.forget.bias[channel] + 1
-                admit = cell.gate.input.weight[channel] @ hidden[i] + cell.gate.input.bias[channel] - 1
-                expected = vectors[i, channel] * torch.sigmoid(forget) + proposed[i, channel] * torch.sigmoid(admit)
-            assert torch.allclose(after[i, channel], expected, atol=1e-12)
-
-
-def test_state_ids_are_added_after_the_norm() -> None:
-    cell = stirred(StateCell(config()))
-    vectors = torch.randn(1, 5, 16).double()
-    memory = cell.read(vectors)
-    for i in range(5):
-        expected = loops.normed(vectors[0, i], cell.norm.weight) + cell.identity[i]
-        assert torch.allclose(memory.identified[0, i], expected, atol=1e-12)
-    same = cell.read(vectors[:, :1].expand(-1, 5, -1))  # equal vectors are still told apart
-    assert not torch.allclose(same.keys[0, 0], same.keys[0, 1])
 
 
 @pytest.mark.parametrize("layout", ["skip", "single"])

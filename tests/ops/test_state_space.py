@@ -1,4 +1,4 @@
-"""The state space against plain definitions: kernels, convolutions, carried states and steps, and accuracy at length."""
+"""The state space against plain definitions: kernels, convolutions, carried states and steps, accuracy at length."""
 
 import math
 

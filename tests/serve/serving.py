@@ -27,14 +27,17 @@ SMALL = {"width": 16, "depth": 2, "gate_width": 24, "channels": 4, "state_space.
 
 
 def lively_model(preset: str = "gss-tiny", **sizes: Any) -> gss.LanguageModel:
+    torch.manual_seed(0)
+    return lively(gss.build_model(gss.preset(preset, **{"vocab_size": 257, **sizes})))
+
+
+def lively(model: gss.LanguageModel) -> gss.LanguageModel:
     """An untrained model whose greedy text is not one letter again and again, and whose choices are no close calls.
 
     A fresh model mostly repeats its last token, since the head is the embedding. Layers that speak louder, and a head
     that reads what they say more sharply, give text that depends on everything before it. An end whose embedding is 0
     has a middling logit, never the likeliest of 257, so texts are as long as they are asked to be.
     """
-    torch.manual_seed(0)
-    model = gss.build_model(gss.preset(preset, **{"vocab_size": 257, **sizes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("output.weight", "output.bias")):

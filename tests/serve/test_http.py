@@ -160,9 +160,10 @@ def test_scores_of_a_prompt_with_several_continuations(client: TestClient) -> No
 def test_stops(client: TestClient, model: gss.LanguageModel) -> None:
     text = text_of(alone(model, "stop", 60))
     mark = text[12:14]
-    (choice,) = complete(client, prompt="stop", max_tokens=60, stop=mark)["choices"]
+    (choice,) = complete(client, prompt="stop", max_tokens=60, stop=mark, logprobs=0)["choices"]
     assert choice["text"] == text[: text.index(mark)]
     assert choice["finish_reason"] == "stop"
+    assert max(choice["logprobs"]["text_offset"]) < len(choice["text"])
 
 
 @pytest.mark.parametrize(

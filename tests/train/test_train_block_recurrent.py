@@ -7,14 +7,13 @@ import torch
 from train_runs import final_files, run, window_config
 
 import gss
-from gss.data import Batch, Lanes, as_tensors, open_dataset
+from gss.data import Lanes, as_tensors, open_dataset
 from gss.evaluation import evaluate
 from gss.generate import generate
 from gss.model import build_model
 from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.step import Stepper
-from tests.comparing import assert_equal
 from tests.conftest import WINDOW_FAMILIES
 
 
@@ -53,33 +52,6 @@ def test_train_resume_evaluate_generate(corpus: Path, tmp_path: Path, family: st
     assert generate(model, tokenizer, "ab", max_tokens=20, seed=1) == generate(
         model, tokenizer, "ab", max_tokens=20, seed=1
     )
-
-
-@pytest.mark.parametrize("family", WINDOW_FAMILIES)
-def test_a_lane_starts_a_document_afresh(family: str) -> None:
-    """What a step sees of a new document, and leaves behind, does not depend on the document before in its lane."""
-    config = window_config(family)
-
-    def after(seed: int) -> tuple[float, Stepper]:
-        stepper = _stepper(config, World(torch.device("cpu")))
-        draw = torch.Generator().manual_seed(seed)
-        shape = (config.rows, config.length)
-        uncounted = torch.zeros(shape, dtype=torch.bool)
-        starts = uncounted.clone()
-        starts[:, 0] = True
-        # Nothing is learned from the first document: none of its targets count.
-        first = torch.randint(0, 257, shape, generator=draw)
-        stepper.step(Batch(first, first, uncounted, starts, 0, 0), 0)
-        second = torch.randint(0, 257, shape, generator=torch.Generator().manual_seed(9))
-        loss = stepper.step(Batch(second, second, ~uncounted, starts, 1, 0), 1).loss.item()
-        return loss, stepper
-
-    loss, stepper = after(1)
-    other_loss, other = after(2)
-    assert loss == other_loss
-    assert stepper.lanes is not None
-    assert other.lanes is not None
-    assert_equal(stepper.lanes, other.lanes)
 
 
 @pytest.mark.parametrize("family", ["rec-fixed-skip", "feedback-lstm-single"])

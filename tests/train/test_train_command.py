@@ -22,6 +22,7 @@ def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
 
 
 def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
+    """And what it trains is what the function trains."""
     process = command(*_arguments(corpus, tmp_path / "run", report__log_every=5))
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -31,7 +32,8 @@ def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
     assert [line.split(" · ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     for word in ("loss", "perplexity", "rate", "gradient", "tokens/s", "left"):
         assert all(word in line for line in lines)
-    assert len(losses(tmp_path / "run")) == 12
+    assert run(small_config(), corpus, tmp_path / "function") == losses(tmp_path / "run")
+    assert final_files(tmp_path / "function", 12) == final_files(tmp_path / "run", 12)
 
 
 @posix
@@ -133,11 +135,3 @@ def test_errors_are_one_line(corpus: Path, tmp_path: Path, command_line: Callabl
         assert errors.startswith("error: ")
         assert word in errors
         assert errors.count("\n") == 1
-
-
-def test_the_command_is_the_function(corpus: Path, tmp_path: Path) -> None:
-    process = command(*_arguments(corpus, tmp_path / "command"))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert run(small_config(), corpus, tmp_path / "function") == losses(tmp_path / "command")
-    assert final_files(tmp_path / "function", 12) == final_files(tmp_path / "command", 12)

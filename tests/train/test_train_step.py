@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_runs import FAMILIES, small_config
+from train_runs import FAMILIES, small_config, window_config
 
 from gss.data import Batch, Dataset, Segments, as_tensors, dataset_from_arrays, open_dataset
 from gss.model import build_model
@@ -17,6 +17,7 @@ from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
+from tests.conftest import WINDOW_FAMILIES
 
 # Rates so small that parameters stay put: a step then shows the loss of the model as it was.
 STILL = {
@@ -117,12 +118,14 @@ def _assert_documents_are_read_alone(config: TrainConfig, lengths: Sequence[int]
     assert total == pytest.approx(whole, rel=1e-9)
 
 
-@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss"])
+@pytest.mark.parametrize("family", ["gss", "gss-hybrid", "dss", *WINDOW_FAMILIES])
 @pytest.mark.parametrize("micro_rows", [1, 2])
 def test_lanes_read_documents_whole(family: str, micro_rows: int) -> None:
     """Over an epoch in lanes every token has the loss that it has in its whole document, and none is affected by
     the document before it in its lane."""
-    config = small_config(family, batching="lanes", batch_tokens=64, micro_batch_tokens=32 * micro_rows, **STILL)
+    make = window_config if family in WINDOW_FAMILIES else small_config
+    rows = {"batch_tokens": 64, "micro_batch_tokens": 32 * micro_rows}
+    config = make(family, batching="lanes", optimizer__name="adamw", **rows, **STILL)
     _assert_documents_are_read_alone(config, [100, 40, 33, 90, 7])
 
 
