@@ -1,6 +1,7 @@
 """What several data tests share: texts, and comparing folders."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 from gss.data import open_dataset, read_manifest
@@ -20,6 +21,14 @@ def make_text(seed: int, words: int) -> str:
                 lines.append("")
             line = []
     return f"document {seed}\n" + "\n".join([*lines, " ".join(line)]) + "\n"
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Files by their names, which may have folders in them."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

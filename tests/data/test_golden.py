@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from data_corpora import folder_bytes, make_text
+from data_corpora import folder_bytes, make_text, write_files
 
 from gss.data import SourceOptions, load_tokenizer, prepare
 
@@ -18,17 +18,11 @@ GOLDEN = {
 }
 
 
-def write(folder: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
 def make_corpora(root: Path) -> None:
     texts = [make_text(seed, 40 + 3 * seed).encode() for seed in range(12)]
     rows = [json.dumps({"text": text.decode()}).encode() for text in texts[4:9]] + [b"{torn", b'{"n": 1}']
     long = b"".join(make_text(seed, 6000).encode() for seed in range(20))
-    write(
+    write_files(
         root / "corpus",
         {
             **{f"{number}.txt": text for number, text in enumerate(texts[:5])},
@@ -42,7 +36,7 @@ def make_corpora(root: Path) -> None:
             "rows.jsonl": b"\n".join(rows),
         },
     )
-    write(
+    write_files(
         root / "articles",
         {
             "1/main.tex": b"\\documentclass{a}\n\\input{two} 50\\% % \\input{two}\n",
@@ -50,10 +44,10 @@ def make_corpora(root: Path) -> None:
             "2/x.tex": b"\\documentclass{b} alone",
         },
     )
-    write(root / "code", {"one/a.py": b"print(1)", "one/b.go": b"package b\n", "two/c.c": b"int c;\n"})
+    write_files(root / "code", {"one/a.py": b"print(1)", "one/b.go": b"package b\n", "two/c.c": b"int c;\n"})
     lines = b"\n".join(text.replace(b"\n", b" ") for text in texts)
-    write(root / "words/training-monolingual.tokenized.shuffled", {"news.en-00001-of-00100": lines})
-    write(root / "words/heldout-monolingual.tokenized.shuffled", {"news.en.heldout-00000-of-00050": lines[:900]})
+    write_files(root / "words/training-monolingual.tokenized.shuffled", {"news.en-00001-of-00100": lines})
+    write_files(root / "words/heldout-monolingual.tokenized.shuffled", {"news.en.heldout-00000-of-00050": lines[:900]})
 
 
 def test_corpora_have_the_bytes_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

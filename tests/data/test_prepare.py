@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_corpora import contents, folder_bytes, make_text
+from data_corpora import contents, folder_bytes, make_text, write_files
 
 from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
@@ -27,11 +27,7 @@ BYTES = load_tokenizer("bytes")
 
 @pytest.fixture
 def corpus(tmp_path: Path, texts: list[str]) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number, text in enumerate(texts):
-        (folder / f"{number:03d}.txt").write_text(text)
-    return folder
+    return write_files(tmp_path / "corpus", {f"{number:03d}.txt": text for number, text in enumerate(texts)})
 
 
 def test_tokens_index_and_counts(corpus: Path, tmp_path: Path, texts: list[str]) -> None:
@@ -68,9 +64,8 @@ def test_the_result_does_not_depend_on_processes_or_spans(corpus: Path, tmp_path
 
 def test_duplicates_are_dropped_and_held_out_text_stays_held_out(tmp_path: Path) -> None:
     a, b, c = (make_text(seed, 40) for seed in range(3))
-    for name, text in {"train/1": a, "train/2": b, "train/3": a, "valid/1": b, "test/1": c, "valid/2": c}.items():
-        (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "c" / f"{name}.txt").write_text(text)
+    named = {"train/1": a, "train/2": b, "train/3": a, "valid/1": b, "test/1": c, "valid/2": c}
+    write_files(tmp_path / "c", {f"{name}.txt": text for name, text in named.items()})
     manifest = prepare([str(tmp_path / "c")], tmp_path / "out", BYTES, workers=1)
     found = contents(tmp_path / "out")
     assert {split: list(documents.values()) for split, documents in found.items()} == {

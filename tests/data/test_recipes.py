@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from data_corpora import contents
+from data_corpora import contents, write_files
 
 from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest, sources
 
@@ -22,12 +22,9 @@ def prepared(recipe: str, out: Path, **options: object) -> dict[str, dict[str, s
 
 
 def test_pg19_as_published(tmp_path: Path, texts: list[str]) -> None:
-    root = tmp_path / "pg19"
-    for split, numbers in (("train", range(20)), ("validation", range(20, 25)), ("test", range(25, 30))):
-        (root / split).mkdir(parents=True)
-        for number in numbers:
-            (root / split / f"{number}.txt").write_text(texts[number])
-    (root / "metadata.csv").write_text("0,A Title,1900,link\n")
+    splits = ["train"] * 20 + ["validation"] * 5 + ["test"] * 5
+    files = {f"{split}/{number}.txt": texts[number] for number, split in enumerate(splits)}
+    root = write_files(tmp_path / "pg19", {**files, "metadata.csv": "0,A Title,1900,link\n"})
     found = prepared("pg19", tmp_path / "out", local=str(root))
     assert set(found["train"].values()) == set(texts[:20])
     assert set(found["valid"].values()) == set(texts[20:25])
@@ -37,13 +34,13 @@ def test_pg19_as_published(tmp_path: Path, texts: list[str]) -> None:
 
 
 def test_lm1b_as_published(tmp_path: Path) -> None:
-    root = tmp_path / "1-billion-word-language-modeling-benchmark-r13output"
-    train, held = (root / f"{name}-monolingual.tokenized.shuffled" for name in ("training", "heldout"))
-    train.mkdir(parents=True)
-    held.mkdir()
-    (train / "news.en-00001-of-00100").write_text("First sentence .\nSecond one .\nFirst sentence .\n")
-    (train / "news.en-00002-of-00100").write_text("Third one .\n")
-    (held / "news.en.heldout-00000-of-00050").write_text("Held out .\nThird one .\n")
+    train, held = (f"{name}-monolingual.tokenized.shuffled/news.en" for name in ("training", "heldout"))
+    files = {
+        f"{train}-00001-of-00100": "First sentence .\nSecond one .\nFirst sentence .\n",
+        f"{train}-00002-of-00100": "Third one .\n",
+        f"{held}.heldout-00000-of-00050": "Held out .\nThird one .\n",
+    }
+    write_files(tmp_path / "1-billion-word-language-modeling-benchmark-r13output", files)
     found = prepared("lm1b", tmp_path / "out", local=str(tmp_path))
     assert list(found["train"].values()) == ["First sentence .", "Second one ."]
     assert list(found["valid"].values()) == ["Held out .", "Third one ."]  # the held-out set stays whole
@@ -76,15 +73,21 @@ def article(main: str, **files: str) -> dict[str, bytes]:
 
 
 def test_arxiv_articles(tmp_path: Path) -> None:
-    root = tmp_path / "arxiv"
-    (root / "1001.0001" / "parts").mkdir(parents=True)
     main = "\\documentclass{article}\n\\begin{document}\n%\\input{intro}\n\\input{parts/intro} and \\include{end}\n"
     main += "\\input missing\n\\end{document}\n"
-    (root / "1001.0001" / "paper.tex").write_text(main)
-    (root / "1001.0001" / "parts" / "intro.tex").write_text("An intro. \\input{parts/deep}\n")
-    (root / "1001.0001" / "parts" / "deep.tex").write_text("Deep \\input{paper} 50\\% \\input{end}")
-    (root / "1001.0001" / "end.tex").write_text("The end.")
-    (root / "1001.0001" / "figure.pdf").write_bytes(b"\0\1\2")
+    latin1 = "\\documentclass{a}\\usepackage[latin1]{inputenc} é".encode("latin-1")
+    plain = {
+        "1001.0001/paper.tex": main,
+        "1001.0001/parts/intro.tex": "An intro. \\input{parts/deep}\n",
+        "1001.0001/parts/deep.tex": "Deep \\input{paper} 50\\% \\input{end}",
+        "1001.0001/end.tex": "The end.",
+        "1001.0001/figure.pdf": b"\0\1\2",
+        "1001.0004.gz": gzip.compress(b"\\documentclass{a} one file"),
+        "1001.0005.gz": gzip.compress(latin1),
+        "1001.0006.gz": gzip.compress(b"\\documentclass{a} \xff"),
+        "1001.0007.tar.gz": b"torn",
+    }
+    root = write_files(tmp_path / "arxiv", plain)
     whole = (
         "\\documentclass{article}\n\\begin{document}\n%\\input{intro}\n"
         "An intro. Deep \\input{paper} 50\\% The end.\n and The end.\n\\input missing\n\\end{document}\n"
@@ -98,11 +101,6 @@ def test_arxiv_articles(tmp_path: Path) -> None:
     with zipfile.ZipFile(root / "1001.0003.zip", "w") as archive:
         for name, content in article("\\documentclass{a} \\input{../x}", other="\\section{never included}").items():
             archive.writestr(name, content)
-    (root / "1001.0004.gz").write_bytes(gzip.compress(b"\\documentclass{a} one file"))
-    latin1 = "\\documentclass{a}\\usepackage[latin1]{inputenc} é".encode("latin-1")
-    (root / "1001.0005.gz").write_bytes(gzip.compress(latin1))
-    (root / "1001.0006.gz").write_bytes(gzip.compress(b"\\documentclass{a} \xff"))
-    (root / "1001.0007.tar.gz").write_bytes(b"torn")
     (root / "1001.0008").mkdir()
     found = prepared("arxiv", tmp_path / "out", local=str(root))
     documents = {name: text for split in found.values() for name, text in split.items()}
@@ -128,11 +126,9 @@ def test_articles_that_expand_without_end_are_left_out(tmp_path: Path, monkeypat
         "empty": [f"\\input{{f{number + 1}}}\\input{{f{number + 1}}}" for number in range(30)] + [""],
         "deep": [f"\\input{{f{number + 1}}}" for number in range(1200)],
     }
-    for name, files in articles.items():
-        (root / name).mkdir(parents=True)
-        (root / name / "main.tex").write_text("\\documentclass{a} \\input{f0}")
-        for number, text in enumerate(files):
-            (root / name / f"f{number}.tex").write_text(text)
+    for name, parts in articles.items():
+        files = {f"f{number}.tex": text for number, text in enumerate(parts)}
+        write_files(root / name, {"main.tex": "\\documentclass{a} \\input{f0}", **files})
     found = prepared("arxiv", tmp_path / "out", local=str(root))
     assert [documents for split in found.values() for documents in split.items()] == [
         ("good", "\\documentclass{a} the bottom")
@@ -156,7 +152,6 @@ def test_an_encrypted_archive_is_left_out(tmp_path: Path) -> None:
 
 
 def test_github_repositories(tmp_path: Path) -> None:
-    root = tmp_path / "repositories"
     files = {
         "one/a.py": "print(1)",
         "one/b/main.go": "package main\n",
@@ -174,13 +169,10 @@ def test_github_repositories(tmp_path: Path) -> None:
         "one/minified.ts": "x=1;" * 500,
         "two/only.c": "int two;\n",
         "none/readme.txt": "nothing\n",
+        "one/binary.c": b"\0\1",
+        "one/latin.c": b"// \xe9\n",
     }
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    (root / "one" / "binary.c").write_bytes(b"\0\1")
-    (root / "one" / "latin.c").write_bytes(b"// \xe9\n")
-    found = prepared("github", tmp_path / "out", local=str(root))
+    found = prepared("github", tmp_path / "out", local=str(write_files(tmp_path / "repositories", files)))
     documents = {name: text for split in found.values() for name, text in split.items()}
     assert documents == {
         "one": "class E {}\nprint(1)\nint c;\nint d;\npackage main\nlet x: number;\n",
@@ -190,9 +182,7 @@ def test_github_repositories(tmp_path: Path) -> None:
 
 
 def test_github_splits_by_folders(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        (tmp_path / "g" / split / "repository").mkdir(parents=True)
-        (tmp_path / "g" / split / "repository" / "a.py").write_text(f"split = '{split}'\n")
+    write_files(tmp_path / "g", {f"{split}/repository/a.py": f"split = '{split}'\n" for split in ("train", "valid")})
     found = prepared("github", tmp_path / "out", local=str(tmp_path / "g"))
     assert found["valid"] == {"valid/repository": "split = 'valid'\n"}
     with pytest.raises(ValueError, match="--from FOLDER"):
@@ -241,12 +231,8 @@ def test_hostile_articles_take_no_time_and_little_memory(tmp_path: Path, monkeyp
 
 
 def test_names_of_included_files_may_be_quoted(tmp_path: Path) -> None:
-    folder = tmp_path / "arxiv" / "one"
-    folder.mkdir(parents=True)
     main = '\\documentclass{a} \\input{ "two words" } \\input { two} \\input{a"b} \\input{} \\input  two'
-    (folder / "main.tex").write_text(main)
-    (folder / "two words.tex").write_text("(1)")
-    (folder / "two.tex").write_text("(2)")
+    write_files(tmp_path / "arxiv" / "one", {"main.tex": main, "two words.tex": "(1)", "two.tex": "(2)"})
     found = prepared("arxiv", tmp_path / "out", local=str(tmp_path / "arxiv"))
     whole = '\\documentclass{a} (1) (2) \\input{a"b} \\input{} (2)'
     assert [text for split in found.values() for text in split.values()] == [whole]

@@ -10,13 +10,12 @@ import fsspec
 import pytest
 from data_corpora import folder_bytes, make_text
 from fsspec.registry import known_implementations
-from typer.testing import CliRunner
 
-from gss.cli import app
 from gss.data import SourceOptions, load_tokenizer, merge_shares, open_dataset, preparation, prepare
 from gss.data.chunks import CHUNK
 from gss.data.shards import SHARE_FORMAT, read_sealed, write_manifest
 from gss.data.tokenizer import SentencePieceTokenizer
+from tests.making import call
 
 BYTES = load_tokenizer("bytes")
 OPTIONS = SourceOptions(span_bytes=CHUNK)  # several parts, and a document that reaches over some of them
@@ -222,15 +221,12 @@ def test_missing_extras_and_failing_storage_are_told(tmp_path: Path, monkeypatch
 
 
 def test_commands(corpus: Path, tmp_path: Path) -> None:
-    runner, parts = CliRunner(), []
-    for part in ("1/2", "2/2"):
-        parts.append(str(tmp_path / part.replace("/", "of")))
-        result = runner.invoke(app, ["prepare", str(corpus), "--out", parts[-1], "--part", part, "-j", "1"])
-        assert result.exit_code == 0, result.output
-        assert f"prepared part {part} in" in result.output
-    result = runner.invoke(app, ["merge", *parts, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    assert "left out: 1 duplicate (corpus/deep/copy.txt)" in result.output
-    assert "look at it with: gss data" in result.output
-    wrong = runner.invoke(app, ["prepare", str(corpus), "--out", str(tmp_path / "no"), "--part", "two"])
-    assert "such as 2/3, not 'two'" in str(wrong.exception)
+    parts = [tmp_path / "1of2", tmp_path / "2of2"]
+    for number, out in enumerate(parts, start=1):
+        printed = call("prepare", corpus, "--out", out, "--part", f"{number}/2", "-j", 1)
+        assert f"prepared part {number}/2 in" in printed
+    printed = call("merge", *parts, "--out", tmp_path / "out")
+    assert "left out: 1 duplicate (corpus/deep/copy.txt)" in printed
+    assert "look at it with: gss data" in printed
+    with pytest.raises(ValueError, match="such as 2/3, not 'two'"):
+        call("prepare", corpus, "--out", tmp_path / "no", "--part", "two")

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from data_corpora import contents, make_text
+from data_corpora import contents, make_text, write_files
 
 from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
 from gss.data.chunks import CHUNK
@@ -102,39 +102,25 @@ def test_a_long_text_is_one_document_however_it_is_stored(tmp_path: Path) -> Non
     (tmp_path / "plain" / "long.txt").write_text(text, newline="")
     compress(tmp_path / "packed" / "long.txt", text.encode(), ".gz")
     out, whole = tmp_path / "out", tmp_path / "whole"
-    prepare([str(tmp_path / "plain")], out, BYTES, options=SourceOptions(span_bytes=CHUNK), valid=0, workers=1)
+    options = SourceOptions(span_bytes=CHUNK)
+    prepare([str(tmp_path / "plain")], out, BYTES, options=options, valid=0, workers=1)
     assert contents(out) == {"train": {"plain/long.txt": text}}
     prepare([str(tmp_path / "plain")], whole, BYTES, valid=0, workers=1)
     assert (whole / "train.tokens").read_bytes() == (out / "train.tokens").read_bytes()
     # Its identity is that of its contents: the compressed copy, read at a stretch, is a duplicate.
-    both = prepare(
-        [str(tmp_path / "plain"), str(tmp_path / "packed")],
-        tmp_path / "both",
-        BYTES,
-        options=SourceOptions(span_bytes=CHUNK),
-        valid=0,
-        workers=1,
-    )
+    sources = [str(tmp_path / "plain"), str(tmp_path / "packed")]
+    both = prepare(sources, tmp_path / "both", BYTES, options=options, valid=0, workers=1)
     assert both.splits["train"]["documents"] == 1
     assert both.left_out["duplicate"]["first"] == ["packed/long.txt.gz"]
 
 
 def test_own_splits_and_hash_splits(tmp_path: Path, texts: list[str]) -> None:
-    for number, text in enumerate(texts):
-        folder = tmp_path / "c" / ("train" if number < 40 else "validation" if number < 50 else "test")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number}.txt").write_text(text)
+    splits = ["train"] * 40 + ["validation"] * 10 + ["test"] * 10
+    write_files(tmp_path / "c", {f"{split}/{number}.txt": texts[number] for number, split in enumerate(splits)})
     own = prepared(tmp_path / "c", tmp_path / "own")
     assert {split: len(documents) for split, documents in own.items()} == {"train": 40, "valid": 10, "test": 10}
-    manifest = prepare(
-        [str(tmp_path / "c")],
-        tmp_path / "hash",
-        BYTES,
-        options=SourceOptions(splits="hash"),
-        valid=0.3,
-        test=0.3,
-        workers=1,
-    )
+    options = SourceOptions(splits="hash")
+    manifest = prepare([str(tmp_path / "c")], tmp_path / "hash", BYTES, options=options, valid=0.3, test=0.3, workers=1)
     by_hash = contents(tmp_path / "hash")
     everything = [text for split in by_hash.values() for text in split.values()]
     assert sorted(everything) == sorted(texts)
@@ -148,9 +134,7 @@ def test_own_splits_and_hash_splits(tmp_path: Path, texts: list[str]) -> None:
 def test_a_document_keeps_its_split_when_others_come_and_go(tmp_path: Path, texts: list[str]) -> None:
     where: list[dict[str, str]] = []
     for name, chosen in (("all", texts), ("few", texts[::-3])):
-        (tmp_path / name).mkdir()
-        for number, text in enumerate(chosen):
-            (tmp_path / name / f"{number}.txt").write_text(text)
+        write_files(tmp_path / name, {f"{number}.txt": text for number, text in enumerate(chosen)})
         prepare([str(tmp_path / name)], tmp_path / f"{name}.out", BYTES, valid=0.4, workers=1)
         found = contents(tmp_path / f"{name}.out")
         where.append({text: split for split, documents in found.items() for text in documents.values()})
@@ -190,24 +174,24 @@ def contents_of(folder: Path) -> list[str]:
 
 
 def test_bad_documents_are_counted_and_named(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    folder.mkdir()
     good = make_text(1, 50)
-    (folder / "good.txt").write_text(good)
-    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
-    (folder / "late.txt").write_bytes(b"fine\n" * CHUNK + b"\xff")  # bad after a block that was tokenised already
-    (folder / "empty.txt").write_bytes(b"")
-    (folder / "blank.txt").write_bytes(b" \n\n\t")
-    (folder / "binary.txt").write_bytes(b"ELF\0\1\2")
-    (folder / "cut.txt.gz").write_bytes(gzip.compress(good.encode() * 50)[:-20])
-    (folder / "wrong.txt.xz").write_bytes(b"not xz at all")
-    compress(folder / "torn.txt", (good * 50).encode(), ".zst")
-    torn = folder / "torn.txt.zst"
-    torn.write_bytes(torn.read_bytes()[:-10])
-    (folder / "bad.zst.txt.zst").write_bytes(b"not zst at all")
-    (folder / "torn.parquet").write_bytes(b"PAR1 torn")
     rows = [b'{"text": "a row"}', b'{"text": 3}', b'{"other": "x"}', b"{torn", b'"\xff"', b'{"text": "\\ud800"}', b""]
-    (folder / "rows.jsonl").write_bytes(b"\n".join(rows) + b"\n")
+    files = {
+        "good.txt": good,
+        "latin.txt": "é".encode("latin-1"),
+        "late.txt": b"fine\n" * CHUNK + b"\xff",  # bad after a block that was tokenised already
+        "empty.txt": b"",
+        "blank.txt": b" \n\n\t",
+        "binary.txt": b"ELF\0\1\2",
+        "cut.txt.gz": gzip.compress(good.encode() * 50)[:-20],
+        "wrong.txt.xz": b"not xz at all",
+        "bad.zst.txt.zst": b"not zst at all",
+        "torn.parquet": b"PAR1 torn",
+        "rows.jsonl": b"\n".join(rows) + b"\n",
+    }
+    folder = write_files(tmp_path / "c", files)
+    torn = compress(folder / "torn.txt", (good * 50).encode(), ".zst")
+    torn.write_bytes(torn.read_bytes()[:-10])
     found = prepared(folder, tmp_path / "out")
     assert sorted(text for split in found.values() for text in split.values()) == sorted([good, "a row"])
     left_out = read_manifest(tmp_path / "out").left_out
