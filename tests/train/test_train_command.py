@@ -21,7 +21,7 @@ def _arguments(corpus: Path, out: Path, **settings: object) -> list[str | Path]:
     return ["train", "--preset", "gss-hybrid-tiny", "--data", corpus, "--out", out, *sets]
 
 
-def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
+def test_plain_lines_in_a_pipe(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """And what it trains is what the function trains."""
     process = command(*_arguments(corpus, tmp_path / "run", report__log_every=5))
     output, errors = process.communicate(timeout=60)
@@ -32,8 +32,8 @@ def test_plain_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
     assert [line.split(" · ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     for word in ("loss", "perplexity", "rate", "gradient", "tokens/s", "left"):
         assert all(word in line for line in lines)
-    assert run(small_config(), corpus, tmp_path / "function") == losses(tmp_path / "run")
-    assert final_files(tmp_path / "function", 12) == final_files(tmp_path / "run", 12)
+    assert losses(finished) == losses(tmp_path / "run")
+    assert final_files(finished, 12) == final_files(tmp_path / "run", 12)
 
 
 @posix

@@ -47,53 +47,50 @@ def test_forty_steps_with_stops_at_random_steps(
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, resumed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight = run(small_config(), corpus, tmp_path / "straight")
-    run(small_config(), corpus, tmp_path / "run")
-    newest = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    straight = losses(resumed)
+    newest = checkpoint.checkpoints(resumed / "checkpoints")[-1]
     tensors = newest / "model.safetensors"
     content = bytearray(tensors.read_bytes())
     content[-3] ^= 4
     tensors.write_bytes(content)
-    train(small_config(), corpus, tmp_path / "run")
+    train(small_config(), corpus, resumed)
     shown = capsys.readouterr().out
     assert f"{newest} is damaged: model.safetensors has other contents than were written" in shown
     assert "resuming from step 8" in shown
-    assert losses(tmp_path / "run") == straight
+    assert losses(resumed) == straight
     checkpoint.verify(newest)
 
 
-def test_nothing_intact_is_refused(corpus: Path, tmp_path: Path) -> None:
-    run(small_config(), corpus, tmp_path / "run")
-    for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints"):
+def test_nothing_intact_is_refused(corpus: Path, resumed: Path) -> None:
+    for path in checkpoint.checkpoints(resumed / "checkpoints"):
         (path / "trainer.json").write_bytes(b"{}")
     with pytest.raises(ValueError, match=r"no checkpoint .* is intact: restore one, or delete them"):
-        run(small_config(), corpus, tmp_path / "run")
+        run(small_config(), corpus, resumed)
 
 
-def test_other_settings_are_refused_unless_allowed(corpus: Path, tmp_path: Path) -> None:
-    run(small_config(), corpus, tmp_path / "run")
+def test_other_settings_are_refused_unless_allowed(corpus: Path, resumed: Path) -> None:
     longer = small_config(steps=16, optimizer__learning_rate=0.02)
-    config = (tmp_path / "run" / "config.json").read_bytes()
+    config = (resumed / "config.json").read_bytes()
     with pytest.raises(ValueError, match=r"learning_rate was 0.01, now 0.02; steps was 12, now 16.*--allow steps"):
-        run(longer, corpus, tmp_path / "run")
+        run(longer, corpus, resumed)
     with pytest.raises(ValueError, match="steps was 12"):
-        run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate"])
-    assert (tmp_path / "run" / "config.json").read_bytes() == config
-    before = losses(tmp_path / "run")
-    after = run(longer, corpus, tmp_path / "run", allow=["optimizer.learning_rate", "steps"])
+        run(longer, corpus, resumed, allow=["optimizer.learning_rate"])
+    assert (resumed / "config.json").read_bytes() == config
+    before = losses(resumed)
+    after = run(longer, corpus, resumed, allow=["optimizer.learning_rate", "steps"])
     assert after[:12] == before
     assert len(after) == 16
     with pytest.raises(ValueError, match="--allow stepz: there is no such setting"):
-        run(longer, corpus, tmp_path / "run", allow=["stepz"])
+        run(longer, corpus, resumed, allow=["stepz"])
     with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*give another --out$"):
-        run(small_config(steps=16, model__vocab_size=300), corpus, tmp_path / "run")
-    config = (tmp_path / "run" / "config.json").read_bytes()
+        run(small_config(steps=16, model__vocab_size=300), corpus, resumed)
+    config = (resumed / "config.json").read_bytes()
     wider = small_config(steps=16, model__width=32)
     with pytest.raises(ValueError, match=r"the checkpoint is another model's.*has shape"):  # allowed or not
-        run(wider, corpus, tmp_path / "run", allow=["model.width", "optimizer.learning_rate"])
-    assert (tmp_path / "run" / "config.json").read_bytes() == config
+        run(wider, corpus, resumed, allow=["model.width", "optimizer.learning_rate"])
+    assert (resumed / "config.json").read_bytes() == config
 
 
 def test_another_optimizer_starts_afresh(corpus: Path, tmp_path: Path) -> None:
@@ -113,8 +110,7 @@ def test_a_checkpoint_without_training_is_refused(corpus: Path, tmp_path: Path, 
         train(config, corpus, tmp_path / "run", quiet=True)
 
 
-def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
-    run(small_config(), corpus, tmp_path / "run")
+def test_habits_may_change(corpus: Path, tmp_path: Path, resumed: Path) -> None:
     settings = {
         "checkpoint__every": 3,
         "report__log_every": 5,
@@ -122,18 +118,17 @@ def test_habits_may_change(corpus: Path, tmp_path: Path) -> None:
         "piece_tokens": 10,
         "activation_checkpointing": True,
     }
-    assert train(small_config(**settings), corpus, tmp_path / "run", quiet=True).loss is None
-    straight = losses(tmp_path / "run")
+    assert train(small_config(**settings), corpus, resumed, quiet=True).loss is None
+    straight = losses(resumed)
     for step in (12, 8):
-        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"lost-{step}")
-    assert run(small_config(**settings), corpus, tmp_path / "run") == pytest.approx(straight, abs=1e-4)
+        (resumed / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"lost-{step}")
+    assert run(small_config(**settings), corpus, resumed) == pytest.approx(straight, abs=1e-4)
 
 
-def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
-    run(small_config(), corpus, tmp_path / "run")
+def test_other_data_is_refused(corpus: Path, tmp_path: Path, resumed: Path) -> None:
     other = make_corpus(tmp_path, ["other words " * 500], valid=0)
     with pytest.raises(ValueError, match=r"data.hash was .*, now .*--allow data.hash"):
-        run(small_config(), other, tmp_path / "run")
+        run(small_config(), other, resumed)
 
 
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
@@ -152,8 +147,10 @@ def test_two_processes_cannot_train_in_one_folder(corpus: Path, tmp_path: Path) 
     run(small_config(), corpus, tmp_path / "run")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    straight = run(small_config(), corpus, tmp_path / "straight")
+def test_a_loss_that_is_not_finite_stops_the_run(
+    corpus: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = losses(finished)
     original = Stepper.step
 
     def poisoned(stepper: Stepper, batch: Any, number: int) -> Any:
@@ -176,9 +173,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize("how", ["replaced", "truncated", "touched"])
 def test_data_that_changes_under_the_run_stops_it(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    corpus: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    straight = run(small_config(), corpus, tmp_path / "straight")
+    straight = losses(finished)
     shutil.copytree(corpus, tmp_path / "data")
     tokens = tmp_path / "data" / "train.tokens"
     original = Stepper.step
@@ -203,8 +200,10 @@ def test_data_that_changes_under_the_run_stops_it(
     assert run(small_config(), tmp_path / "data", tmp_path / "run") == straight
 
 
-def test_a_disk_that_fills_up_stops_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    straight = run(small_config(), corpus, tmp_path / "straight")
+def test_a_disk_that_fills_up_stops_the_run(
+    corpus: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = losses(finished)
     save_file = checkpoint.safetensors.torch.save_file
 
     def full(tensors: Any, path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_runs import assignments, final_files, losses, run, small_config
+from train_runs import assignments, final_files, losses, small_config
 from typer.testing import CliRunner
 
 import gss
@@ -23,17 +23,9 @@ from tests.making import call
 CARRYING = ("gss", "gss-hybrid", "gss2", "dss")
 
 
-@pytest.fixture(scope="module")
-def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small trained run, 12 steps."""
-    out = tmp_path_factory.mktemp("base") / "run"
-    run(small_config(), corpus, out)
-    return out
-
-
-def tune(corpus: Path, base: Path, out: Path, **settings: object) -> gss.TrainResult:
+def tune(corpus: Path, finished: Path, out: Path, **settings: object) -> gss.TrainResult:
     own = {name: value for name, value in parse_assignments(assignments()).items() if not name.startswith("model.")}
-    return gss.train(None, corpus, out, quiet=True, start=str(base), **own | settings)
+    return gss.train(None, corpus, out, quiet=True, start=str(finished), **own | settings)
 
 
 def loss(run: Path | gss.LM, corpus: Path, **options: object) -> float:
@@ -41,43 +33,43 @@ def loss(run: Path | gss.LM, corpus: Path, **options: object) -> float:
     return gss.evaluate(lm, corpus, [64], split="train").rows[0].loss
 
 
-def test_weights_only(corpus: Path, base: Path, tmp_path: Path) -> None:
+def test_weights_only(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """A first step at rate zero leaves the weights as they were; optimizer, schedule and step are fresh."""
     still = {"optimizer.learning_rate": 1e-30, "optimizer.state_space_learning_rate": 1e-30, "steps": 1}
-    tune(corpus, base, tmp_path / "still", **still)
-    old, new = gss.load(base), gss.load(tmp_path / "still")
+    tune(corpus, finished, tmp_path / "still", **still)
+    old, new = gss.load(finished), gss.load(tmp_path / "still")
     assert new.step == 1
     for name, tensor in old.model.state_dict().items():
         torch.testing.assert_close(new.model.state_dict()[name], tensor)
-    tune(corpus, base, tmp_path / "more", steps=12)
-    assert loss(tmp_path / "more", corpus) < loss(base, corpus)
+    tune(corpus, finished, tmp_path / "more", steps=12)
+    assert loss(tmp_path / "more", corpus) < loss(finished, corpus)
     assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
 
 
-def test_an_exported_model_and_the_box(corpus: Path, base: Path, tmp_path: Path) -> None:
+def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from gss.hf import export_run
 
-    export_run(base, tmp_path / "exported")
+    export_run(finished, tmp_path / "exported")
     lm = gss.load(tmp_path / "exported")
     assert lm.step == 12
-    assert lm.score("abc def") == gss.load(base).score("abc def")
+    assert lm.score("abc def") == gss.load(finished).score("abc def")
     tune(corpus, tmp_path / "exported", tmp_path / "from-exported")
-    tune(corpus, base, tmp_path / "from-run")
+    tune(corpus, finished, tmp_path / "from-run")
     assert final_files(tmp_path / "from-exported", 12) == final_files(tmp_path / "from-run", 12)
     assert gss.load("box").tokenizer.hash == gss.load().tokenizer.hash
     with pytest.raises(ValueError, match=r"another vocabulary than that of box.*prepare the text again"):
         tune(corpus, Path("box"), tmp_path / "no")
 
 
-def test_lora(corpus: Path, base: Path, tmp_path: Path) -> None:
+def test_lora(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """It learns, changes nothing but dense layers, resumes to the bit, and is merged when it is loaded."""
     settings = {"lora": 2, "optimizer.learning_rate": 0.05}
-    tune(corpus, base, tmp_path / "straight", **settings)
-    tune(corpus, base, tmp_path / "parts", **settings, steps=8)
+    tune(corpus, finished, tmp_path / "straight", **settings)
+    tune(corpus, finished, tmp_path / "parts", **settings, steps=8)
     gss.train(None, corpus, tmp_path / "parts", quiet=True, steps=12, allow=["steps"])
-    assert loss(tmp_path / "straight", corpus) < loss(base, corpus) - 0.01
-    before, after = gss.load(base).model.state_dict(), gss.load(tmp_path / "straight").model.state_dict()
+    assert loss(tmp_path / "straight", corpus) < loss(finished, corpus) - 0.01
+    before, after = gss.load(finished).model.state_dict(), gss.load(tmp_path / "straight").model.state_dict()
     assert before.keys() == after.keys()
     changed = {name.rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"weight"}
@@ -137,17 +129,17 @@ def test_the_gradient_of_a_tuned_state(family: str) -> None:
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(got[name].view(-1)[place].item(), rel=1e-5)
 
 
-def test_tuning_a_state(corpus: Path, base: Path, tmp_path: Path) -> None:
-    """Only the state is learned; the run, and the base with the file, are the same model."""
+def test_tuning_a_state(corpus: Path, finished: Path, tmp_path: Path) -> None:
+    """Only the state is learned; the run, and the finished one with the file, are the same model."""
     out = tmp_path / "tuned"
-    tune(corpus, base, out, tune="state", **{"optimizer.learning_rate": 0.3})
-    tuned, plain = gss.load(out), gss.load(base)
+    tune(corpus, finished, out, tune="state", **{"optimizer.learning_rate": 0.3})
+    tuned, plain = gss.load(out), gss.load(finished)
     assert {name for name in tuned.model.state_dict() if not name.startswith("first.")} == set(plain.model.state_dict())
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(tuned.model.state_dict()[name], tensor)
     file = out / "state.safetensors"
-    with_file = gss.load(base, state=file)
-    assert loss(out, corpus) == loss(with_file, corpus) < loss(base, corpus)
+    with_file = gss.load(finished, state=file)
+    assert loss(out, corpus) == loss(with_file, corpus) < loss(finished, corpus)
     assert with_file.generate("abc", max_tokens=8, temperature=0) == tuned.generate("abc", max_tokens=8, temperature=0)
     gss.train(None, corpus, out, quiet=True, steps=14, allow=["steps"])
     assert len(losses(out)) == 14
@@ -159,11 +151,11 @@ def test_tuning_a_state(corpus: Path, base: Path, tmp_path: Path) -> None:
     "settings", [{"batching": "lanes", "micro_batch_tokens": 32}, {"piece_tokens": 8}, {"micro_batch_tokens": 32}]
 )
 def test_a_state_is_tuned_in_lanes_pieces_and_micro_batches(
-    corpus: Path, base: Path, tmp_path: Path, settings: dict[str, object]
+    corpus: Path, finished: Path, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     whole = {"tune": "state", "optimizer.learning_rate": 0.3, "steps": 2, "batching": "segments"}
-    tune(corpus, base, tmp_path / "whole", **whole)
-    tune(corpus, base, tmp_path / "other", **whole | settings)
+    tune(corpus, finished, tmp_path / "whole", **whole)
+    tune(corpus, finished, tmp_path / "other", **whole | settings)
     states = [gss.load_state(tmp_path / name / "state.safetensors").named() for name in ("whole", "other")]
     moved = [name for name, tensor in states[1].items() if tensor.is_floating_point() and tensor.abs().max() > 0]
     assert moved
@@ -173,9 +165,9 @@ def test_a_state_is_tuned_in_lanes_pieces_and_micro_batches(
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_reading_then_continuing_is_reading_the_whole(base: Path, tmp_path: Path, int8: bool) -> None:
+def test_reading_then_continuing_is_reading_the_whole(finished: Path, tmp_path: Path, int8: bool) -> None:
     book, rest = "bad fed ace " * 60, "had a cab, a bag"
-    lm = gss.load(base)
+    lm = gss.load(finished)
     state = lm.read(book)
     gss.save_state(state, tmp_path / "state", int8=int8)
     started = time.perf_counter()
@@ -183,7 +175,7 @@ def test_reading_then_continuing_is_reading_the_whole(base: Path, tmp_path: Path
     assert time.perf_counter() - started < 0.1
     whole = lm.model(torch.tensor([[lm.tokenizer.eos_id, *lm.tokenizer.encode(book + rest).tolist()]]))[0]
     tokens = torch.tensor([lm.tokenizer.encode(rest).tolist()])
-    from_file = gss.load(base, state=tmp_path / "state")
+    from_file = gss.load(finished, state=tmp_path / "state")
     logits = from_file.model(tokens)[0]
     torch.testing.assert_close(logits, whole[:, -tokens.shape[1] :], atol=0.05 if int8 else 1e-5, rtol=0)
     for name, tensor in state.named().items():
@@ -195,32 +187,32 @@ def test_reading_then_continuing_is_reading_the_whole(base: Path, tmp_path: Path
         assert text == lm.generate(rest, state=state, max_tokens=12, seed=3)
 
 
-def test_states_of_another_model_are_refused(base: Path, tmp_path: Path) -> None:
+def test_states_of_another_model_are_refused(finished: Path, tmp_path: Path) -> None:
     other = gss.build_model(gss.preset("gss-tiny"))
     gss.save_state(other(torch.zeros(1, 3, dtype=torch.int64))[1], tmp_path / "state")
     with pytest.raises(ValueError, match="the state is another model's"):
-        gss.load(base, state=tmp_path / "state")
+        gss.load(finished, state=tmp_path / "state")
     (tmp_path / "bad").write_text("no")
     with pytest.raises(ValueError, match="does not hold a model's state"):
-        gss.load(base, state=tmp_path / "bad")
+        gss.load(finished, state=tmp_path / "bad")
     with pytest.raises(ValueError, match="there is no state at"):
-        gss.load(base, state=tmp_path / "none")
+        gss.load(finished, state=tmp_path / "none")
 
 
-def test_the_commands(corpus: Path, base: Path, tmp_path: Path) -> None:
+def test_the_commands(corpus: Path, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("bad fed ace " * 30)
-    reading = ["read", str(tmp_path / "book.txt"), str(base), "--out", str(tmp_path / "state"), "--int8"]
+    reading = ["read", str(tmp_path / "book.txt"), str(finished), "--out", str(tmp_path / "state"), "--int8"]
     result = CliRunner().invoke(app, reading)
     assert result.stdout.startswith("read 361 tokens")
     assert result.stderr == "reading: 100%\n"
-    assert call("generate", base, "--state", tmp_path / "state", "--prompt", "had", "--tokens", 5).startswith("had")
+    assert call("generate", finished, "--state", tmp_path / "state", "--prompt", "had", "--tokens", 5).startswith("had")
     scores = [
-        json.loads(call("eval", base, "--data", corpus, "--lengths", 64, "--json", *state))["rows"][0]["loss"]
+        json.loads(call("eval", finished, "--data", corpus, "--lengths", 64, "--json", *state))["rows"][0]["loss"]
         for state in ((), ("--state", tmp_path / "state"))
     ]
     assert scores[0] != scores[1]
     sets = [f"--set={each}" for each in assignments(steps=2) if not each.startswith("model.")]
-    said = call("train", "--from", base, "--lora", 2, "--data", corpus, "--out", tmp_path / "lora", *sets)
+    said = call("train", "--from", finished, "--lora", 2, "--data", corpus, "--out", tmp_path / "lora", *sets)
     assert "with the recipe lora, for LoRA of rank 2" in said
     assert "of which" in said
     again = call("train", "--data", corpus, "--out", tmp_path / "lora", "--set", "steps=3", "--allow", "steps")
@@ -263,13 +255,13 @@ def test_what_cannot_be(corpus: Path, tmp_path: Path, settings: dict[str, object
         plan(corpus, tmp_path / "out", preset, None, settings)
 
 
-def test_what_an_error_suggests_is_possible(corpus: Path, base: Path, tmp_path: Path) -> None:
+def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """Another model is not resumed with --allow, and weights without an optimizer are to be started from."""
     changed = small_config(model__pattern='["gss"]')
     with pytest.raises(ValueError, match=r"model\.pattern was .*give another --out$"):
-        gss.train(changed, corpus, base, quiet=True)
+        gss.train(changed, corpus, finished, quiet=True)
     with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
-        gss.train(small_config(steps=13), corpus, base, quiet=True)
+        gss.train(small_config(steps=13), corpus, finished, quiet=True)
     shutil.copytree(box.folder(), tmp_path / "copy")
     assert gss.load(tmp_path / "copy").step == gss.load().step
     with pytest.raises(ValueError, match=r"no training that could be resumed.*with --from"):
