@@ -172,23 +172,21 @@ def test_lm_eval_without_lm_eval_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:
     data, run = folders
-    with pytest.raises(ValueError, match="temperature must be at least 0"):
-        call("generate", run, "--temperature=-1")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        call("generate", run, "--prompt", "-", input=b"\xff\xfe")
-    with pytest.raises(ValueError, match="standard input is empty"):
-        call("generate", run, "--prompt", "-", input=b"")
-    with pytest.raises(ValueError, match="not a run folder"):
-        call("generate", tmp_path)
-    with pytest.raises(ValueError, match="no checkpoint of step 9"):
-        call("generate", run, "--step", 9)
-    for command in ("generate", "eval", "report"):
-        with pytest.raises(ValueError, match="device cannot be 'foo'; choose from: auto, cpu, cuda"):
-            call(command, run, "--device", "foo", *(["--data", data] if command == "eval" else []))
-    with pytest.raises(ValueError, match="not a list of lengths"):
-        call("eval", run, "--data", data, "--lengths", "64,x")
-    with pytest.raises(ValueError, match="no document is as long"):
-        call("eval", run, "--data", data, "--lengths", "100000")
+    for arguments, message in (
+        (("generate", run, "--temperature=-1"), "temperature must be at least 0"),
+        (("generate", tmp_path), "not a run folder"),
+        (("generate", run, "--step", 9), "no checkpoint of step 9"),
+        (("generate", run, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
+        (("report", run, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
+        (("eval", run, "--data", data, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
+        (("eval", run, "--data", data, "--lengths", "64,x"), "not a list of lengths"),
+        (("eval", run, "--data", data, "--lengths", "100000"), "no document is as long"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+    for prompt, message in ((b"\xff\xfe", "not UTF-8"), (b"", "standard input is empty")):
+        with pytest.raises(ValueError, match=message):
+            call("generate", run, "--prompt", "-", input=prompt)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"model": null}'])
@@ -196,15 +194,6 @@ def test_a_config_that_is_none(folders: tuple[Path, Path], tmp_path: Path, conte
     shutil.copytree(folders[1], tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json (does not describe a run: it has no model|is not valid JSON)"):
-        gss.load(tmp_path / "run")
-
-
-def test_weights_of_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    shutil.copytree(folders[1], tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    config["model"]["depth"] = 3
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"step-00000003 holds no weights of the model that .*config\.json describes"):
         gss.load(tmp_path / "run")
 
 

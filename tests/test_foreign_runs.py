@@ -52,6 +52,7 @@ def reseal(path: Path, **contents: bytes) -> None:
     [
         {"width": 10**9},
         {"width": 10**30},
+        {"depth": 3},
         {"depth": 30_000},
         {"depth": 10**9},
         {"channels": 10**9, "gate_width": 10**9},

@@ -1,7 +1,8 @@
-"""Every piece of Block-Recurrent Transformers, slide and xl against plain loops written from the description."""
+"""Block-Recurrent Transformers, slide and xl against plain loops, and what they learn that no window reaches."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import gss
@@ -13,6 +14,7 @@ from tests.conftest import small_config
 from tests.nn import block_recurrent_loops as loops
 
 WINDOW = 8
+SYMBOLS, COUNT, GAP = 8, 4, 24  # of the text to copy
 
 
 def stirred(module: nn.Module) -> nn.Module:
@@ -110,17 +112,6 @@ def test_vertical_and_horizontal_together(kind: type, gate: str, layout: str) ->
         assert relative_error(state["vectors"][row], torch.stack(vectors)) < 1e-11
 
 
-def test_a_window_reads_the_vectors_as_they_came_in() -> None:
-    layer = stirred(RecurrentLayer(config()))
-    x = torch.randn(1, 2 * WINDOW, 16).double()
-    before = layer(x)[0]
-    with torch.no_grad():
-        layer.cell.output.weight.mul_(-2)  # another update
-    after = layer(x)[0]
-    assert torch.equal(after[:, :WINDOW], before[:, :WINDOW])
-    assert not torch.allclose(after[:, WINDOW:], before[:, WINDOW:])
-
-
 def test_feedback_reaches_the_blocks_below_the_one_that_writes() -> None:
     layer = stirred(FeedbackLayer(config(**{"recurrent.block": 2})))
     assert layer.writer == 1
@@ -157,3 +148,40 @@ def test_no_mask_grows_with_the_sequence() -> None:
     attention = WindowAttention(2, WINDOW)
     sizes = {tuple(attention.bias(Windows(WINDOW, length), WINDOW).shape) for length in (8, 100, 10_000)}
     assert sizes == {(1, 2, WINDOW, 2 * WINDOW)}
+
+
+def _step(model: gss.LanguageModel, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+    """One step on the copied symbols of every row; returns their loss."""
+    logits = model(tokens[:, :-1], keep_state=False)[0][:, -COUNT:]
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, -COUNT:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+def _copies(generator: torch.Generator) -> torch.Tensor:
+    """Four symbols, a gap of three windows, a mark, the four symbols again: 29 tokens back, where two layers of
+    windows of 8 reach 16."""
+    symbols = torch.randint(0, SYMBOLS, (32, COUNT), generator=generator)
+    gap = torch.full((32, GAP), SYMBOLS)
+    return torch.cat([symbols, gap, torch.full((32, 1), SYMBOLS + 1), symbols], dim=1)
+
+
+def _copy_loss(family: str, steps: int) -> float:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": SYMBOLS + 2, "width": 32, "feedforward_width": 64, "recurrent.vectors": 8}
+    model = gss.build_model(small_config(family, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    losses = [_step(model, optimizer, _copies(generator)) for _ in range(steps)]
+    return sum(losses[-10:]) / 10
+
+
+def test_recurrent_models_copy_over_a_distance_that_slide_cannot() -> None:
+    chance = 2.08  # ln 8
+    slide = _copy_loss("slide", 120)
+    assert slide > chance - 0.05
+    for family in ("rec-fixed-skip", "feedback-fixed-skip", "feedback-lstm-single"):
+        assert _copy_loss(family, 120) < 0.6 * slide, family

@@ -81,18 +81,17 @@ def test_curl(server: Server, model: gss.LanguageModel) -> None:
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
 
 
-def ask(server: Server, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+def ask(server: Server, **body: Any) -> http.client.HTTPConnection:
+    """A completion of this body; without one, the metrics."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    return connection, connection.getresponse()
+    where = ("POST", "/v1/completions", json.dumps(body)) if body else ("GET", "/metrics", None)
+    connection.request(*where, headers)
+    return connection
 
 
 def running(server: Server) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    page = connection.getresponse().read().decode()
-    connection.close()
+    page = ask(server).getresponse().read().decode()
     return float(page.partition("\ngss_running_sequences ")[2].split()[0])
 
 
@@ -105,14 +104,9 @@ def wait_for(condition: Any, seconds: float = 30) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_forgotten(server: Server, stream: bool) -> None:
-    body = {"prompt": "x", "max_tokens": 4096, "ignore_eos": True, "stream": stream, "n": 8}
+    connection = ask(server, prompt="x", max_tokens=4096, ignore_eos=True, stream=stream, n=8)
     if stream:
-        connection, response = ask(server, body)
-        response.readline()
-    else:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.getresponse().readline()
     wait_for(lambda: running(server) == 8)
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
@@ -123,7 +117,7 @@ def test_a_client_that_leaves_is_forgotten(server: Server, stream: bool) -> None
 def test_sigterm_drains(run: Path, model: gss.LanguageModel) -> None:
     """What is running ends as it should, nothing new is taken, and the process leaves with status 0."""
     with serving(run, "--drain", "60") as server:
-        _, response = ask(server, {"prompt": "drain", "max_tokens": 600, "temperature": 0, "stream": True})
+        response = ask(server, prompt="drain", max_tokens=600, temperature=0, stream=True).getresponse()
         first = response.readline()
         server.process.send_signal(signal.SIGTERM)
 
@@ -145,8 +139,7 @@ def test_sigterm_drains(run: Path, model: gss.LanguageModel) -> None:
 
 def test_a_drain_does_not_wait_for_ever(run: Path) -> None:
     with serving(run, "--drain", "1", "--max-tokens", "1000000") as server:
-        _, response = ask(server, {"prompt": "x", "max_tokens": 10**6, "ignore_eos": True, "stream": True})
-        response.readline()
+        ask(server, prompt="x", max_tokens=10**6, ignore_eos=True, stream=True).getresponse().readline()
         started = time.monotonic()
         status, said = server.stop()
         assert time.monotonic() - started < 20
