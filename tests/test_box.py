@@ -240,15 +240,8 @@ def test_the_card_has_every_figure(folders: tuple[Path, Path, Path], tmp_path: P
 @pytest.mark.soak
 def test_the_script_makes_a_box(tmp_path: Path) -> None:
     out = tmp_path / "box"
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.box",
-        "--trial",
-        "--minutes=5",
-        f"--out={out}",
-        f"--work={tmp_path}/work",
-    ]
+    options = ["--trial", "--minutes=5", f"--out={out}", f"--work={tmp_path}/work"]
+    command = [sys.executable, "-m", "experiments.box", *options]
     for _ in range(2):  # the second time everything is there, and the folder is made anew
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -309,21 +309,8 @@ def test_commands_and_report(tmp_path: Path) -> None:
     assert "How far back it looks" in page
 
     small = ("--set", "depth=1", "--set", "gate_width=8", "--set", "channels=2", "--set", "state_space.modes=2")
-    task = (
-        "probe",
-        "tasks",
-        "--preset",
-        "gss-tiny",
-        "--width",
-        8,
-        *small,
-        "--steps",
-        2,
-        "--rows",
-        4,
-        "--device",
-        "cpu",
-    )
+    quick = ("--width", 8, *small, "--steps", 2, "--rows", 4, "--device", "cpu")
+    task = ("probe", "tasks", "--preset", "gss-tiny", *quick)
     facts = json.loads(call(*task, "--pairs", 4, "--vocabulary", 32, "--length", 16, "--lengths", "32", "--json"))
     assert facts["items"] == 4
     assert facts["model"]["width"] == 8

@@ -123,13 +123,10 @@ def test_runs_with_parts_missing(lab: Lab, tmp_path: Path) -> None:
     (lab.hybrid / "config.json").write_text(json.dumps(config))
     shutil.rmtree(lab.dss / "checkpoints")
     text = write_report([lab.hybrid, lab.dss], tmp_path / "report.html").read_text(encoding="utf-8")
-    for words in (
-        "hybrid has no numbers by step",
-        "Where this model started is not known",
-        "the run has no checkpoint yet",
-        "dss has no sample",
-    ):
-        assert words in text
+    assert "hybrid has no numbers by step" in text
+    assert "Where this model started is not known" in text
+    assert "the run has no checkpoint yet" in text
+    assert "dss has no sample" in text
     shutil.rmtree(lab.hybrid / "checkpoints")
     assert write_report([lab.hybrid], tmp_path / "report.html").is_file()
 

@@ -124,17 +124,8 @@ def mutated(draw: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
     fields = {name: json.dumps(value) for name, value in copy.deepcopy(good).items()}
     if kind in (0, 1, 2):
         for _ in range(draw.randint(1, 2)):
-            names = [
-                *fields,
-                "stop",
-                "n",
-                "logprobs",
-                "seed",
-                "max_tokens",
-                "temperature",
-                "model",
-                "repetition_penalty",
-            ]
+            others = "stop n logprobs seed max_tokens temperature model repetition_penalty"
+            names = [*fields, *others.split()]
             fields[draw.choice(names)] = draw.choice(VALUES)
         if draw.random() < 0.2:
             fields[draw.choice(["", "\\u0000", "__class__", "$ref", "prompt\\ud800", "x" * 500])] = draw.choice(VALUES)
