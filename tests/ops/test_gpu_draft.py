@@ -67,7 +67,7 @@ def test_the_same_tokens_and_states(case: str, device: str) -> None:
             layer.output.weight *= 16
     _, state = started(model, 1)
     settings = Settings(sampling, 5, None if sampling == GREEDY else 2)
-    count = 18 if "hybrid" in case else 28  # attention takes the interpreter long
+    count = 18 if len(model.layers) > 1 else 28  # the interpreter is slow
     expected = speculating(model, state, settings).generate(count + 10)
     tokens = expected.tokens[:, 0].tolist()
     decoder = speculating(model, state, settings)
@@ -110,7 +110,7 @@ def test_drafts_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs = []
         for speculate in (False, True):
             engine = Engine(model, speculate=speculate)
-            request = Request(prompt=[3, 1, 4, 1, 5, 9] * 2, max_tokens=24, **options)
+            request = Request(prompt=[3, 1, 4, 1, 5, 9] * 2, max_tokens=16, **options)
             engine.submit(request)
             outputs.append([output for output in engine.run() if output.tokens])
         (plain, scores), (tokens, found) = (
@@ -118,7 +118,7 @@ def test_drafts_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert tokens == plain
         assert found == pytest.approx(scores, abs=1e-3)
-        assert len(tokens) == 24
+        assert len(tokens) == 16
     assert drafts
     assert not any(work.penalised for work in drafts)
 
