@@ -3,17 +3,18 @@
 import itertools
 import json
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import gss
 from gss.cli import app
 from gss.config import to_mapping
-from gss.data import Tokenizer, load_tokenizer, prepare
+from gss.data import Dataset, Tokenizer, load_tokenizer, prepare
 from gss.io.checkpoint import save
 from gss.training import resolve, train
 from gss.training.step import Stepper
@@ -42,6 +43,14 @@ def make_corpus(
         path.write_text(text, encoding="utf-8")
     prepare([str(folder / "text")], folder / "data", tokenizer or load_tokenizer("bytes"), workers=1, **options)
     return folder / "data"
+
+
+def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, eos_id: int) -> Dataset:
+    """A split in memory from each document's ids, without the end-of-document id, which is added here."""
+    whole = [np.asarray([*document, eos_id], np.int64) for document in documents]
+    ends, unknown = np.cumsum([len(document) for document in whole]), np.zeros(len(whole), np.int64)
+    options = {"vocab_size": vocab_size, "eos_id": eos_id, "split": "train"}
+    return Dataset(np.concatenate(whole), ends, unknown, unknown, **options)
 
 
 def make_run(preset: str, data: Path, out: Path, ids: int = 257, **settings: Any) -> Path:

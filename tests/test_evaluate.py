@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gss
-from gss.data import Dataset, dataset_from_arrays
+from gss.data import Dataset
 from gss.evaluation import evaluate, windows
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
+from tests.making import dataset_from_arrays
 
 EOS = 60
 

@@ -10,11 +10,11 @@ import torch
 
 import gss
 from experiments.memory import peak_bytes
-from gss.data import dataset_from_arrays
 from gss.decode import Decoder
 from gss.evaluation import evaluate
 from gss.nn.gss import GSSLayer
 from tests.conftest import small_config
+from tests.making import dataset_from_arrays
 
 
 def _score(tokens: int) -> object:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gss
-from gss.data import dataset_from_arrays
 from gss.probe import (
     TASKS,
     Stage,
@@ -28,7 +27,7 @@ from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effec
 from gss.report import write_report
 from gss.training.step import Stepper
 from tests.conftest import ALL_FAMILIES, small_config
-from tests.making import call, make_corpus, make_run
+from tests.making import call, dataset_from_arrays, make_corpus, make_run
 
 EOS = 60
 

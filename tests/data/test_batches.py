@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gss.data import Batches, Dataset, Lanes, Packed, Segments, as_tensors, dataset_from_arrays
+from gss.data import Batches, Dataset, Lanes, Packed, Segments, as_tensors
 from gss.data.batches import _pack, derive_key, permute
+from tests.making import dataset_from_arrays
 
 EOS = 0
 WAYS = [Segments, Packed, Lanes]
@@ -243,5 +244,3 @@ def test_impossible_sizes_are_refused() -> None:
     for length, batch_size in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
             Segments(numbered([3]), length, batch_size)
-    with pytest.raises(ValueError, match="at least one document"):
-        dataset_from_arrays([], vocab_size=2, eos_id=0)

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from gss.data import Batch, Prefetch, Segments, dataset_from_arrays
+from gss.data import Batch, Prefetch, Segments
+from tests.making import dataset_from_arrays
 
 
 def make_batches() -> Segments:

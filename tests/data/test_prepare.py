@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from data_corpora import contents, folder_bytes, make_text, write_files
 
-from gss.data import Segments, SourceOptions, dataset_from_arrays, load_tokenizer, open_dataset, prepare, read_manifest
+from gss.data import Segments, SourceOptions, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
 from gss.data.parts import check_shares, token_dtype
 from gss.data.shards import write_manifest
@@ -212,8 +212,6 @@ def test_a_vocabulary_too_large_for_its_dtype(corpus: Path, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="made id 257, outside its own size 257"):
         prepare([str(corpus)], tmp_path / "lying", Lying(), workers=1)
-    with pytest.raises(ValueError, match="ids must be in"):
-        dataset_from_arrays([[5]], vocab_size=5, eos_id=0)
 
 
 def test_32_bit_tokens(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_runs import FAMILIES, small_config, window_config
 
-from gss.data import Batch, Dataset, Segments, as_tensors, dataset_from_arrays, open_dataset
+from gss.data import Batch, Dataset, Segments, as_tensors, open_dataset
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
 from gss.presets import PRESETS, preset
@@ -18,6 +18,7 @@ from gss.training.distributed import World
 from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
 from tests.conftest import WINDOW_FAMILIES
+from tests.making import dataset_from_arrays
 
 # Rates so small that parameters stay put: a step then shows the loss of the model as it was.
 STILL = {

@@ -5,7 +5,7 @@ text -> sources -> formats -> chunks -> tokenizer -> parts -> shards -> batches
 
 from gss.data.batches import Batch, Batches, Lanes, Packed, Prefetch, Segments, as_tensors
 from gss.data.preparation import merge_shares, prepare, usable_cores
-from gss.data.shards import Dataset, Document, Manifest, dataset_from_arrays, open_dataset, read_manifest
+from gss.data.shards import Dataset, Document, Manifest, open_dataset, read_manifest
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import Tokenizer, load_tokenizer, require_same
 
@@ -22,7 +22,6 @@ __all__ = [
     "SourceOptions",
     "Tokenizer",
     "as_tensors",
-    "dataset_from_arrays",
     "load_tokenizer",
     "merge_shares",
     "open_dataset",

@@ -10,7 +10,7 @@ here but `write_manifest` only reads. Knows nothing of how documents become batc
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -238,19 +238,6 @@ def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
         raise ValueError(f"{where}: token id {ids.max()} is beyond the vocabulary of {vocab_size}: prepare it again")
-
-
-def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, eos_id: int) -> Dataset:
-    """A split in memory from each document's ids, without the end-of-document id, which is added here."""
-    if not documents:
-        raise ValueError("a data set has at least one document")
-    whole = [np.asarray([*document, eos_id], np.int64) for document in documents]
-    tokens = np.concatenate(whole)
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(f"ids must be in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}")
-    ends = np.cumsum([len(document) for document in whole])
-    unknown = np.zeros(len(whole), np.int64)
-    return Dataset(tokens, ends, unknown, unknown, vocab_size=vocab_size, eos_id=eos_id, split="train")
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
