@@ -74,8 +74,12 @@ def test_one_run_has_every_part(lab: Lab, tmp_path: Path) -> None:
     assert not list(lab.hybrid.parent.glob("**/.*aside*"))
 
 
-def test_nothing_comes_from_elsewhere(lab: Lab, tmp_path: Path) -> None:
+def test_several_runs_are_compared_and_nothing_comes_from_elsewhere(lab: Lab, tmp_path: Path) -> None:
     page, source = page_of(write_report([lab.hybrid, lab.dss], tmp_path / "report.html"))
+    for words in ("hybrid and dss", "What differs", "model.pattern", "seed", "gss, attention, gss, gss"):
+        assert words in page.text
+    assert "optimizer.weight_decay" not in page.text
+    assert page.tags.count("svg") == 4 + 2 + 2 * 2
     assert page.references
     assert all(reference.startswith("#") and reference[1:] in page.ids for reference in page.references)
     assert all(name in page.ids for name in re.findall(r"url\(#([^)]+)\)", source))
@@ -85,14 +89,6 @@ def test_nothing_comes_from_elsewhere(lab: Lab, tmp_path: Path) -> None:
     assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
     assert "@import" not in source
     assert not re.search(r"\son\w+=", source)
-
-
-def test_several_runs_are_compared(lab: Lab, tmp_path: Path) -> None:
-    page, _ = page_of(write_report([lab.hybrid, lab.dss], tmp_path / "report.html"))
-    for words in ("hybrid and dss", "What differs", "model.pattern", "seed", "gss, attention, gss, gss"):
-        assert words in page.text
-    assert "optimizer.weight_decay" not in page.text
-    assert page.tags.count("svg") == 4 + 2 + 2 * 2
 
 
 def test_texts_are_escaped(lab: Lab, tmp_path: Path) -> None:

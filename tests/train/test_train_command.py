@@ -108,9 +108,9 @@ def test_torchrun_restarts_after_a_process_dies(corpus: Path, tmp_path: Path) ->
     """Elastic: one of two processes, which share every row, is killed; torchrun restarts both, and they continue from
     the newest checkpoint.
     """
-    straight = run(small_config(steps=120), corpus, tmp_path / "straight")
+    straight = run(small_config(steps=60), corpus, tmp_path / "straight")
     out = tmp_path / "run"
-    arguments = _arguments(corpus, out, steps=120, checkpoint__every=5, parallel__context=2)
+    arguments = _arguments(corpus, out, steps=60, checkpoint__every=5, parallel__context=2)
     process = command(*arguments, processes=2, restarts=1)
     while not (out / "checkpoints" / "step-00000010").exists() and process.poll() is None:
         time.sleep(0.01)
