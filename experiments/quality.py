@@ -117,7 +117,7 @@ def measure(
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
     with unstoppable():
-        found = scores(lm.model, held_out, config.length, probed)
+        found = scores(lm.model, held_out, config.longest, probed)
     return {
         "system": system,
         "settings": recipe,
