@@ -16,6 +16,7 @@ from gss.reproduce.tables import LENGTH_NAMES, NONE, mean, millions
 Run = dict[str, Any]
 _LABELS = {"llama": "Llama", "gss2": "GSS2", "mamba2": "Mamba-2", "gated-deltanet": "Gated DeltaNet"}
 _PAIRED_AT = 4096
+_EQUAL_TIME = "steps=943"  # of GSS2 take as long as Llama's 800: 116.0 and 136.8 ms (gss2-h200.json)
 _SAME_SIZE = 0.1  # models are compared when their numbers of parameters differ by no more than this share
 
 
@@ -44,6 +45,8 @@ def headline(folder: Path = quality.RESULTS) -> str:
     """The shortest table: the first corpus alone, without settings."""
     header = ["model", "params", "seeds", *LENGTH_NAMES.values(), "÷ Llama at 4k"]
     models = list(_models(next(iter(corpora(folder).values()), [])))
+    most = max((group[0]["tokens"] for group in models), default=0)
+    models = [group for group in models if 2 * group[0]["tokens"] > most]  # no short trials of rates
     rows = [
         [
             label(run := group[0]),
@@ -63,7 +66,9 @@ def label(run: Run) -> str:
     name = name.removesuffix("-small")
     shown = SYSTEMS[name].label if name in SYSTEMS else _LABELS.get(name, name)
     patterns = [part.split("=")[1] for part in parts if part.startswith("model.pattern=")]
-    return f"{shown} ({patterns[0]} layers only)" if patterns else shown
+    notes = [f"{patterns[0]} layers only"] if patterns else []
+    notes += ["Llama's training time"] if _EQUAL_TIME in parts else []
+    return f"{shown} ({', '.join(notes)})" if notes else shown
 
 
 def _models(runs: Sequence[Run]) -> Iterator[list[Run]]:
@@ -78,7 +83,7 @@ def _models(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 def changes(run: Run) -> list[str]:
     """A system's settings besides its rate, its seed and what its label says."""
-    other = ("optimizer.learning_rate=", "seed=", "model.pattern=")
+    other = ("optimizer.learning_rate=", "seed=", "model.pattern=", _EQUAL_TIME)
     parts = run["system"].split("+")[1:]
     return [part.removeprefix("model.") for part in parts if not part.startswith(other)]
 
@@ -88,10 +93,10 @@ def _perplexities(group: Sequence[Run]) -> list[str]:
 
 
 def _ratio(group: Sequence[Run], models: Sequence[Sequence[Run]]) -> str:
-    """Perplexity over that of the Llama of the same size and tokens, paired by document; NONE without one."""
-    size, seen = group[0]["parameters"], group[0]["tokens"]
+    """Perplexity over that of the Llama of the same size and tokens, or time, paired by document; NONE without one."""
+    size, seen, timed = group[0]["parameters"], group[0]["tokens"], _EQUAL_TIME in group[0]["system"]
     for other in models:
-        near = abs(other[0]["parameters"] / size - 1) <= _SAME_SIZE and other[0]["tokens"] == seen
+        near = abs(other[0]["parameters"] / size - 1) <= _SAME_SIZE and (timed or other[0]["tokens"] == seen)
         scored = all(str(_PAIRED_AT) in run["documents"] for run in (*group, *other))
         if other[0]["system"].startswith("llama") and near and scored:
             if other is group:

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONTEXT = "context"  # the name of the figure
+_SHORT = {
+    "state_space.frequency_range=[1e-6,1.0]": "low frequencies",
+    "state_space.modes=64": "64 modes",
+    "feedforward_width=1232": "",  # so that the parameters stay as many
+    "length=16384": "rows and window 16,384",
+    "late_length=16384": "16,384 at the end",
+    "attention.sliding=16384": "",  # said with the rows
+}
+"""Settings as the figure has them."""
 _CAPTION = "Loss by the number of true tokens before the last 512"
 _TEXT = """## How far back does it look?
 
@@ -81,9 +90,14 @@ def draw_context(axes: "Axes", entries: Sequence[tuple[str, Run]]) -> None:
 
 def _short_name(corpus: str, run: Run, entries: Sequence[tuple[str, Run]]) -> str:
     """What tells a run from the others of the figure: its model, and the corpus and settings where these differ."""
-    own = [change.rpartition(".")[2] for change in changes(run)]
+    own = [
+        _SHORT.get(change, change.partition("=")[0].rpartition(".")[2] + change[change.index("=") :])
+        for change in changes(run)
+    ]
+    own = [name for name in own if name]
     alike = [changes(other) for where, other in entries if (where, label(other)) == (corpus, label(run))]
-    parts = [label(run), *([corpus] if len({where for where, _ in entries}) > 1 else [])]
+    name = label(run).replace("GSS2 (gss2 layers only)", "pure GSS2")
+    parts = [name, *([corpus] if len({where for where, _ in entries}) > 1 else [])]
     return ", ".join([*parts, *(own if any(other != changes(run) for other in alike) else [])])
 
 

@@ -1,11 +1,12 @@
 """Models of one size on the same tokens: trained with `gss.train`, scored document by document, compared in pairs.
 
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
-        [--workers 2] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
+        [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
 PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
 word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
-DATA/CORPUS is a folder of `gss prepare` with the splits train and valid. A system is a preset or a peer of
+DATA/CORPUS is a folder of `gss prepare` with the splits train and valid; one that is not there yet is waited for while
+others run. A system is a preset or a peer of
 `fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
 is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work.
 
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import signal
@@ -32,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 from experiments import fla_layers
 from experiments.compare import Comparison, paired_ratio
@@ -61,6 +64,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 LENGTHS = (512, 4096, 16_384, 65_536)
 BATCH = 1 << 17  # tokens scored at a time
 STOPPED = 128 + signal.SIGTERM
+_COMPILING_STEPS = 2
 _SAVING_SECONDS, _WORTH_STARTING_SECONDS = 15.0, 45.0
 Documents = list[tuple[float, int]]
 
@@ -106,14 +110,14 @@ def measure(
     held_out = open_dataset(corpus, "valid")
     folder = work / f"{corpus.name}-{system}".replace("/", "-")
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
-    with alone(work):
+    with in_turn(work):
         if gss.train(config, corpus, folder, quiet=True).signal is not None:
             return None
     lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
     with unstoppable():
-        found = scores(lm.model, held_out, config.length, probed)
+        found = scores(lm.model, held_out, config.longest, probed)
     return {
         "system": system,
         "settings": recipe,
@@ -126,12 +130,21 @@ def measure(
 
 
 @contextlib.contextmanager
-def alone(work: Path) -> Iterator[None]:
-    """One process trains at a time; another may be scoring what it has trained meanwhile."""
+def in_turn(work: Path) -> Iterator[None]:
+    """One process trains at a time; meanwhile another compiles in its first steps, or scores what it has trained."""
+    from gss.training.step import Stepper
+
+    take_step, steps = Stepper.step, itertools.count()
     work.mkdir(parents=True, exist_ok=True)
     with (work / "training.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+
+        def waiting(stepper: Stepper, *given: Any) -> Any:
+            if next(steps) == _COMPILING_STEPS:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            return take_step(stepper, *given)
+
+        with mock.patch.object(Stepper, "step", waiting):
+            yield
 
 
 @contextlib.contextmanager
@@ -349,10 +362,14 @@ class Runs:
         while self.deadline - time.monotonic() > _WORTH_STARTING_SECONDS:
             with self.lock:
                 waiting = [line for line in missing(self.given.plan, self.kept) if line not in self.begun]
-                if not waiting:
-                    return
-                self.begun.add(waiting[0])
-            self.one(waiting[0])
+                ready = [line for line in waiting if (self.given.data / line.corpus).is_dir()]
+                self.begun.update(ready[:1])
+            if ready:
+                self.one(ready[0])
+            elif waiting:
+                time.sleep(1)
+            else:
+                return
 
     def one(self, line: Line) -> None:
         """One run in a process of its own; its result is kept at once."""
@@ -388,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time: one trains, others load or score")
+    parser.add_argument("--workers", type=int, default=3, help="runs at a time: one trains, others compile or score")
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--hardware", default="a CPU")

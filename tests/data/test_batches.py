@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gss.data import Batches, Dataset, Lanes, Packed, Segments, as_tensors
+from gss.data import Batches, Dataset, Lanes, Lengthened, Packed, Segments, as_tensors
 from gss.data.batches import _pack, derive_key, permute
 from tests.making import dataset_from_arrays
 
@@ -91,6 +91,16 @@ def test_world_sizes_and_resuming(way: Way) -> None:
         batches.batch(0, 2, 2)
     with pytest.raises(ValueError, match="count from 0"):
         batches.batch(-1)
+
+
+def test_rows_may_become_longer() -> None:
+    dataset = numbered([50] * 16)
+    short, long = Segments(dataset, 4, 8, seed=3), Segments(dataset, 16, 2, seed=3)
+    batches = Lengthened(short, long, 5)
+    assert batches.steps_per_epoch == short.steps_per_epoch
+    for step in (0, 4, 5, 40):
+        expected = (short if step < 5 else long).batch(step, 1, 2)
+        np.testing.assert_array_equal(batches.batch(step, 1, 2).targets, expected.targets)
 
 
 @pytest.mark.parametrize("way", WAYS)

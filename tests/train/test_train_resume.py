@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from tests.making import make_corpus, stop_in_step
         *((f, b, "adamw") for f in FAMILIES for b in ("segments", "lanes", "packed") if f + b != "transformerlanes"),
         ("llama", "packed", "adamw"),
         ("gss-hybrid", "lanes", "muon"),
+        ("gss-hybrid", "lengthened", "muon"),
     ],
 )
 def test_forty_steps_with_stops_at_random_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str, optimizer: str
 ) -> None:
-    config = small_config(family, batching=batching, optimizer__name=optimizer, steps=40, checkpoint__every=9)
+    rows = {"late_length": 64, "late_share": 0.4} if batching == "lengthened" else {"batching": batching}
+    config = small_config(family, **rows, optimizer__name=optimizer, steps=40, checkpoint__every=9)
     straight = run(config, corpus, tmp_path / "straight")
     draw = random.Random(f"{family} {batching}")
     stops = 0
@@ -44,6 +47,10 @@ def test_forty_steps_with_stops_at_random_steps(
     assert len(straight) == 40
     assert final_files(tmp_path / "stopped", 40) == final_files(tmp_path / "straight", 40)
     assert straight[-1] < straight[0] - 1
+    if batching == "lengthened":  # the first 24 steps are those of a run whose rows stay short
+        short = run(replace(config, late_length=None), corpus, tmp_path / "short")
+        assert short[:24] == straight[:24]
+        assert short[24:] != straight[24:]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(

@@ -61,6 +61,18 @@ def test_micro_batches_and_pieces_change_nothing_but_rounding(
     assert expected[-1] < expected[0]
 
 
+def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(corpus: Path) -> None:
+    dataset = open_dataset(corpus, "train")
+    long = as_tensors(Segments(dataset, 64, 3).batch(0))
+    whole, micro = (
+        small_config(batch_tokens=192, late_length=64, **settings) for settings in ({}, {"micro_batch_tokens": 64})
+    )
+    expected = _stepper(whole, torch.float64).step(long, 0)
+    found = _stepper(micro, torch.float64).step(long, 0)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-10)
+    assert found.gradient_norm.item() == pytest.approx(expected.gradient_norm.item(), rel=1e-10)
+
+
 def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
     """Not a mean of rows' means: a batch with a short tail would tell them apart."""
     dataset = open_dataset(corpus, "train")

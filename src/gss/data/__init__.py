@@ -3,7 +3,7 @@
 text -> sources -> formats -> chunks -> tokenizer -> parts -> shards -> batches
 """
 
-from gss.data.batches import Batch, Batches, Lanes, Packed, Prefetch, Segments, as_tensors
+from gss.data.batches import Batch, Batches, Lanes, Lengthened, Packed, Prefetch, Segments, as_tensors
 from gss.data.preparation import merge_shares, prepare, usable_cores
 from gss.data.shards import Dataset, Document, Manifest, open_dataset, read_manifest
 from gss.data.sources import SourceOptions
@@ -15,6 +15,7 @@ __all__ = [
     "Dataset",
     "Document",
     "Lanes",
+    "Lengthened",
     "Manifest",
     "Packed",
     "Prefetch",

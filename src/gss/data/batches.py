@@ -175,6 +175,18 @@ def _pack(ends: Numbers, length: int) -> list[int]:
     return begins
 
 
+class Lengthened(Batches):
+    """The batches of one way until a step, those of another, with rows of another length, from there on."""
+
+    def __init__(self, before: Batches, after: Batches, step: int) -> None:
+        super().__init__(before.dataset, before.length, before.batch_size, before.seed)
+        self.before, self.after, self.step = before, after, step
+        self.steps_per_epoch = before.steps_per_epoch
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch[npt.NDArray[Any]]:
+        return (self.before if step < self.step else self.after).batch(step, rank, world)
+
+
 class Lanes(Batches):
     """Each row of the batch, its lane, follows one document after another, its state carried from step to step.
 

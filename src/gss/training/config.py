@@ -134,6 +134,11 @@ class TrainConfig(Checked):
     """Optimizer steps."""
     length: int = limited(4096, ge=1)
     """L, tokens per row."""
+    late_length: int | None = limited(None, ge=1)
+    """Tokens per row in the last steps, in fewer rows: short rows teach more per token, long ones the use of a long
+    context. None: `length` to the end."""
+    late_share: float = limited(0.1, gt=0, lt=1)
+    """The share of the steps, the last ones, with rows of `late_length`."""
     batch_tokens: int = limited(1 << 19, ge=1)
     """Tokens per step over all processes: rows × length."""
     micro_batch_tokens: int | None = limited(None, ge=1)
@@ -167,8 +172,18 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         length, ranks = ("length", self.length), ("parallel.context", self.parallel.context)
-        parts = {"batch_tokens": length, "micro_batch_tokens": length, "length": ranks, "piece_tokens": ranks}
-        for name, (unit, size) in parts.items():
+        parts = [
+            ("batch_tokens", *length),
+            ("micro_batch_tokens", *length),
+            ("length", *ranks),
+            ("piece_tokens", *ranks),
+        ]
+        if self.late_length is not None:
+            late = ("late_length", self.late_length)
+            parts += [("batch_tokens", *late), ("micro_batch_tokens", *late), ("late_length", *ranks)]
+            if self.batching == "lanes":
+                raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
+        for name, unit, size in parts:
             value = getattr(self, name) or 0
             if value % size:
                 raise ValueError(
@@ -190,6 +205,16 @@ class TrainConfig(Checked):
     def rows(self) -> int:
         """Rows of a step over all processes."""
         return self.batch_tokens // self.length
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest rows."""
+        return max(self.length, self.late_length or 0)
+
+    @property
+    def first_late_step(self) -> int:
+        """The first step with rows of `late_length`, counted from 0."""
+        return self.steps if self.late_length is None else self.steps - round(self.late_share * self.steps)
 
 
 # What may change when a run is resumed: reporting, and how the same arithmetic is laid out on machines.

@@ -18,7 +18,7 @@ import torch
 
 from gss.accounting import flops_per_token
 from gss.config import to_mapping
-from gss.data import Batches, Dataset, Lanes, Packed, Prefetch, Segments, open_dataset
+from gss.data import Batches, Dataset, Lanes, Lengthened, Packed, Prefetch, Segments, open_dataset
 from gss.evaluation import evaluate, longest_document
 from gss.generate import Sampling, first_state, generate
 from gss.io import checkpoint
@@ -105,6 +105,18 @@ def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfi
     return {row.length: row.loss for row in result.rows if row.length is not None}
 
 
+def _batches(config: TrainConfig, dataset: Dataset) -> Batches:
+    """Every batch of the run."""
+
+    def of(length: int) -> Batches:
+        made = BATCHINGS[config.batching](dataset, length, config.batch_tokens // length, config.seed)
+        made.eos_first = config.eos_first
+        return made
+
+    short = of(config.length)
+    return short if config.late_length is None else Lengthened(short, of(config.late_length), config.first_late_step)
+
+
 def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
     """The result of an action of the leading process, None elsewhere. An error there stops every process."""
     found, error = None, None
@@ -150,8 +162,7 @@ class _Run:
         self.validation = None
         if dataset.folder and dataset.manifest and _VALIDATION in dataset.manifest.splits:
             self.validation = open_dataset(dataset.folder, _VALIDATION, verify=False)
-        self.batches = BATCHINGS[config.batching](dataset, config.length, config.rows, config.seed)
-        self.batches.eos_first = config.eos_first
+        self.batches = _batches(config, dataset)
         torch.manual_seed(config.seed)
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)

@@ -46,10 +46,10 @@ class Stepper:
         self.context = world.context(config.parallel.context)
         sharing = config.parallel.context
         self.replica, self.replicas = world.rank // sharing, world.size // sharing
-        if config.rows % self.replicas:
+        if (rows := config.batch_tokens // config.longest) % self.replicas:
             each = "processes" if sharing == 1 else f"groups of {sharing} processes"
             raise ValueError(
-                f"{config.rows} rows per step (batch_tokens ÷ length) cannot be divided among {self.replicas} {each}: "
+                f"{rows} rows per step (batch_tokens ÷ length) cannot be divided among {self.replicas} {each}: "
                 "change batch_tokens or the number of processes"
             )
         if config.batching == "lanes" and not model.bounded_state:
@@ -64,6 +64,7 @@ class Stepper:
                 "activation_checkpointing cannot: leave it out, or set parallel.context=1"
             )
         self.model, self.config, self.world = model.to(world.device), config, world
+        self._compiled_length: int | None = None
         self.precision = resolved(config.precision, self.model)
         self.lanes: ModelState | None = None
         prepare_layers(self.model, config)
@@ -81,6 +82,9 @@ class Stepper:
         config, world = self.config, self.world
         # Randomness (dropout) depends on the step's number alone, so that it is the same after a resume.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + world.rank) % 2**63)
+        if config.compile and self._compiled_length not in (None, batch.tokens.shape[1]):
+            torch.compiler.reset()  # graphs for the new length alone: those for any length are slower
+        self._compiled_length = batch.tokens.shape[1]
         learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
         targets = world.sum((self.context.own(batch.mask) if self.context else batch.mask).sum())
         scale = world.size / targets.clamp(min=1)  # DDP and FSDP2 average over processes, which is undone here
@@ -96,7 +100,8 @@ class Stepper:
         losses: list[Tensor] = []
         after: list[ModelState] = []
         config, count, state = self.config, len(batch.tokens), None
-        at_once = (config.micro_batch_tokens or config.batch_tokens) // config.length
+        length = batch.tokens.shape[1]
+        at_once = (config.micro_batch_tokens or config.batch_tokens) // length
         for first in range(0, count, at_once):
             rows = slice(first, min(first + at_once, count))
             if self.lanes is not None:  # a lane is fresh where a document begins
@@ -104,7 +109,7 @@ class Stepper:
                 state = lanes.where(batch.starts[rows, 0], self.model.initial_state(lanes.batch))
             starts = batch.starts[rows] if config.batching == "packed" else None
             given = Rows(batch.tokens[rows], batch.targets[rows], batch.mask[rows], starts, self.context)
-            pieces = given.split(config.piece_tokens or config.length)
+            pieces = given.split(config.piece_tokens or length)
             synced = partial(gradients_synced, self._module, self.model, rows.stop == count)
             with running(self.model, self.precision):
                 loss, kept = accumulate(self._module, self.model, pieces, state, state is not None, scale, synced)
