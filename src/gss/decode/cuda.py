@@ -140,8 +140,7 @@ class GraphDecoder(BlockedDecoder):
             self._gain += 0.1  # until it is tried again
         if draft:
             given = [NONE, *draft, *[NONE] * (DRAFT - 1 - len(draft))]
-            on_gpu = self._embedding.is_cuda
-            self._room.draft[0].given.copy_(torch.tensor(given, pin_memory=on_gpu), non_blocking=True)
+            self._room.draft[0].given.copy_(self._on_device(given))
             drawn = self._run(("draft", work), lambda: self._read_draft(work)).map(torch.clone)
         else:
             drawn = self.generate(count)
@@ -200,7 +199,7 @@ class GraphDecoder(BlockedDecoder):
     ) -> None:
         """Put rows, and their settings from these rows of a sampler, into places of the room."""
         stream = self._room.stream
-        index = torch.tensor(places, dtype=torch.int64, device=stream.device)
+        index = self._on_device(places)
         stream.tokens[index], stream.position[index] = tokens, state.position
         stream.joined[index] = self._block.read
         alone = stream.batch == 1
@@ -213,7 +212,13 @@ class GraphDecoder(BlockedDecoder):
 
     def _set_places(self, places: list[int]) -> None:
         self._places = places
-        self._index = torch.tensor(places, dtype=torch.int64, device=self._embedding.device)
+        self._index = self._on_device(places)
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device, without waiting for what it is doing."""
+        device = self._embedding.device
+        pinned = device.type == "cuda" and bool(numbers)
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
     def _enter(self, size: int) -> None:
         """Change to the empty buffers for this many rows."""
