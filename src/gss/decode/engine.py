@@ -74,9 +74,9 @@ class _Fetched:
             if not row.gone:
                 own: list[Score] = []
                 if (wanted := row.request.logprobs) is not None:
-                    own = [(log, top[:wanted]) for log, top in score_lists(*(part[place] for part in scores))]
-                drawn = [token for token in tokens[place] if token != NONE]
-                yield row, row.accept(drawn, own[: len(drawn)])
+                    given = zip(tokens[place], score_lists(*(part[place] for part in scores)), strict=True)
+                    own = [(log, top[:wanted]) for token, (log, top) in given if token != NONE]
+                yield row, row.accept([token for token in tokens[place] if token != NONE], own)
 
 
 class Engine:
