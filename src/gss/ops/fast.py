@@ -47,14 +47,16 @@ def usable(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Do what the first kernel on a device would wait for, in a thread beside other work: importing the kernels, and
-    launching one, for which Triton loads its driver and hashes itself. Nothing where kernels cannot run.
+    """Do what the first kernels on a device would wait for, in a thread beside other work: importing ours, launching
+    one, for which Triton loads its driver and hashes itself, and a product, for which cuBLAS is set up. Nothing where
+    kernels cannot run.
     """
     if usable(device):
         from gss.ops.gpu import decode_launch, long, transpose  # noqa: F401
 
         with torch.no_grad():
-            transpose.swapped(torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device))
+            some = torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device)
+            transpose.swapped(some)[0] @ some[0]
 
 
 def half(tensor: Tensor) -> torch.dtype | None:
