@@ -1,0 +1,167 @@
+"""Products in 8 bits: casts bit by bit, the gate's outputs and gradients against float64 and against rounding alone.
+
+On a CUDA device with fp8 they run there (`pytest -m gpu`); elsewhere in Triton's interpreter, at small sizes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gss.choices import ACTIVATIONS
+from tests.comparing import relative_error
+
+pytest.importorskip("triton")
+from gss.ops.gpu import fp8, fp8_gate, gate
+from tests.ops.test_gpu_kernels import draw, gradients
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+EIGHTH = 0.2
+"""Of float64. Rounding to e4m3 has a relative error of 0.026 and to e5m2 one of 0.053; a gradient is two products deep,
+of which each operand is rounded and the first one meets an activation's slope at a rounded place."""
+SAME = 0.01
+"""Of float64 with the same roundings, a few of which fall to the other side because sums are in another order."""
+KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+
+@pytest.fixture(autouse=True)
+def _rounded_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry of what it rounds up to 8 bits, so PyTorch casts for it."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(data: Any, before: Any, after: Any, rounding: Any) -> Any:
+        if str(before) == "fp32" and str(after) in KINDS:
+            return torch.from_numpy(np.array(data)).to(KINDS[str(after)]).view(torch.uint8).numpy()
+        return convert(data, before, after, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def rounded(x: Tensor, most: Tensor, kind: torch.dtype = fp8.E4M3) -> Tensor:
+    """x after a cast to 8 bits, in float64."""
+    unit = most.double().clamp(min=1e-30) / fp8.MOST[kind]
+    return (x.double() / unit).clamp(-fp8.MOST[kind], fp8.MOST[kind]).float().to(kind).double() * unit
+
+
+@pytest.mark.parametrize("kind", [fp8.E4M3, fp8.E5M2])
+@pytest.mark.parametrize(("height", "width"), [(1, 16), (70, 48), (128, 64), (33, 200)])
+def test_casts(height: int, width: int, kind: torch.dtype) -> None:
+    x = draw(height, width, kind=torch.bfloat16) * torch.logspace(-6, 2, width, device=DEVICE).bfloat16()
+    x[0, 0] = 0.0
+    found = fp8.cast(x, x.abs().amax(), kind)
+    unit = x.abs().amax().float() / fp8.MOST[kind]
+    assert torch.equal(found.unit, unit)
+    assert torch.equal(found.rows.view(torch.uint8), (x.float() * (1 / unit)).to(kind).view(torch.uint8))
+    assert torch.equal(found.columns.float()[:, :height], found.rows.float().t())
+    assert found.columns.shape[1] % 16 == 0
+    assert not found.columns.float()[:, height:].any()
+
+
+def test_casts_saturate_and_keep_what_is_not_a_number() -> None:
+    x = torch.tensor([[1.0, -5.0, 1e9, torch.inf, torch.nan, 0.0, 2e-3, -3e35]], device=DEVICE)
+    found = (lambda cast: cast.rows.float() * cast.unit)(fp8.cast(x, torch.tensor(1.0, device=DEVICE)))
+    assert found[0, :4].tolist() == [1.0, -1.0, 1.0, 1.0]
+    assert found[0, 4].isnan()
+    assert found[0, 7] == -1.0
+    with np.errstate(invalid="ignore"):
+        for most in (torch.nan, torch.inf):  # a sum that has gone wrong stays visible
+            assert not fp8.cast(x, torch.tensor(most, device=DEVICE)).unit.isfinite()
+    zeros = fp8.cast(torch.zeros(3, 16, device=DEVICE), torch.tensor(0.0, device=DEVICE))
+    assert not zeros.rows.float().any()
+
+
+class Drawn:
+    """The gate's inputs, of sizes with remainders everywhere; biases or none."""
+
+    def __init__(self, tokens: int, biased: bool, width: int = 48, wide: int = 144, narrow: int = 16) -> None:
+        half = torch.bfloat16
+        self.x = draw(tokens, width, kind=half)
+        self.y = draw(tokens, narrow, kind=half, scale=2.0)
+        self.gate = draw(wide, width, scale=width**-0.5)
+        self.context = draw(wide, narrow, scale=narrow**-0.5)
+        self.output = draw(width, wide, scale=wide**-0.5)
+        self.biases = [draw(wide, scale=0.3), draw(wide, scale=0.3)] if biased else [None, None]
+        self.grad = draw(tokens, width, kind=half, scale=1e-5) * torch.rand(tokens, 1, device=DEVICE).bfloat16() ** 8
+
+    def run(self, function: Callable[..., Tensor], kind: torch.dtype | None = None) -> list[Tensor]:
+        """The output, and the gradients with respect to x, W₂, y, W₃, W₄ and the biases."""
+        given = [self.x, self.gate, self.y, self.context, self.output, *self.biases]
+        inputs = [t if kind is None else t.to(kind) for t in given if t is not None]
+
+        def called(x: Tensor, w2: Tensor, y: Tensor, w3: Tensor, w4: Tensor, *biases: Tensor) -> Tensor:
+            b2, b3 = biases or (None, None)
+            return function(x, w2, b2, y, w3, b3, w4)
+
+        return gradients(called, inputs, self.grad)
+
+
+def exactly(activation: str) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, w2: Tensor, b2: Tensor | None, y: Tensor, w3: Tensor, b3: Tensor | None, w4: Tensor
+    ) -> Tensor:
+        g, c = x @ w2.T, y @ w3.T
+        g, c = (g if b2 is None else g + b2), (c if b3 is None else c + b3)
+        return (ACTIVATIONS[activation](g) * c) @ w4.T
+
+    return function
+
+
+def on_gpu(activation: str) -> Callable[..., Tensor]:
+    return lambda *inputs: fp8_gate.gated_output(*inputs, activation)
+
+
+def rounding(activation: str, drawn: Drawn) -> list[Tensor]:
+    """What `Drawn.run` gives, in float64 with each rounding that the operation makes, and no other."""
+    half = lambda t: t.bfloat16().double()  # noqa: E731
+    own = lambda t: rounded(t, t.abs().amax())  # noqa: E731
+    x, y, w2, w3, w4 = map(own, (drawn.x, drawn.y, drawn.gate, drawn.context, drawn.output))
+    b2, b3 = (0.0 if b is None else b.double() for b in drawn.biases)
+    g, c = (half(x @ w2.T) + b2).requires_grad_(), half(y @ w3.T) + b3
+    value = ACTIVATIONS[activation](g)
+    (slope,) = torch.autograd.grad(value.sum(), g)
+    value = value.detach()
+    p = value * c
+    out = rounded(p, p.abs().amax(1, keepdim=True)) @ w4.T
+    longest = drawn.grad.double().norm(dim=1).amax()
+    by_out = rounded(drawn.grad, longest, fp8.E5M2)
+    by_p = half(by_out @ w4)
+    bound = 1.25 * longest * drawn.output.abs().amax().double() * drawn.x.shape[1] ** 0.5
+    by_g, by_c = slope * c * by_p, value * by_p
+    by_biases = [by_g.sum(0), by_c.sum(0)] if drawn.biases[0] is not None else []
+    by_g = rounded(by_g, bound * (slope * c).abs().amax(), fp8.E5M2)
+    by_c = rounded(by_c, bound * value.abs().amax(), fp8.E5M2)
+    return [out, by_g @ w2, by_g.T @ x, by_c @ w3, by_c.T @ y, by_out.T @ own(p), *by_biases]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", gate.ACTIVATIONS)
+def test_gate(activation: str, biased: bool) -> None:
+    drawn = Drawn(150, biased)
+    found, exact = drawn.run(on_gpu(activation)), drawn.run(exactly(activation), torch.float64)
+    for i, (a, b, c) in enumerate(zip(found, rounding(activation, drawn), exact, strict=True)):
+        assert relative_error(a.cpu(), b.cpu()) < SAME, i
+        assert relative_error(a.cpu(), c.cpu()) < EIGHTH, i
+
+
+@pytest.mark.parametrize(("tokens", "wide"), [(1, 48), (16, 144), (65, 64), (512, 64), (530, 128)])
+def test_gate_of_any_length(tokens: int, wide: int) -> None:
+    drawn = Drawn(tokens, True, wide=wide)
+    for i, (a, b) in enumerate(zip(drawn.run(on_gpu("gelu")), rounding("gelu", drawn), strict=True)):
+        assert relative_error(a.cpu(), b.cpu()) < SAME, i
+
+
+def test_no_gradient_beside_large_ones_is_lost() -> None:
+    """Tokens whose gradient is 2⁻¹⁰ of the largest: units come from bounds, which e5m2 has room for."""
+    drawn = Drawn(64, biased=False)
+    drawn.grad = draw(64, drawn.x.shape[1], kind=torch.bfloat16, scale=1e-6)
+    drawn.grad[0] *= 2**10
+    found, exact = drawn.run(on_gpu("gelu")), drawn.run(exactly("gelu"), torch.float64)
+    for i in (1, 3):  # with respect to x and y
+        assert relative_error(found[i][1:].cpu(), exact[i][1:].cpu()) < EIGHTH
