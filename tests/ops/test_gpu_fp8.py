@@ -4,7 +4,6 @@ On a CUDA device with fp8 they run there (`pytest -m gpu`); elsewhere in Triton'
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from gss.choices import ACTIVATIONS
 from tests.comparing import relative_error
+from tests.interpreted_fp8 import correct_casts
 
 pytest.importorskip("triton")
 from gss.ops.gpu import fp8, fp8_gate, gate
@@ -26,22 +26,12 @@ EIGHTH = 0.2
 of which each operand is rounded and the first one meets an activation's slope at a rounded place."""
 SAME = 0.01
 """Of float64 with the same roundings, a few of which fall to the other side because sums are in another order."""
-KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
 @pytest.fixture(autouse=True)
-def _rounded_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter loses the carry of what it rounds up to 8 bits, so PyTorch casts for it."""
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def converted(data: Any, before: Any, after: Any, rounding: Any) -> Any:
-        if str(before) == "fp32" and str(after) in KINDS:
-            return torch.from_numpy(np.array(data)).to(KINDS[str(after)]).view(torch.uint8).numpy()
-        return convert(data, before, after, rounding)
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
+def _correct_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        correct_casts(monkeypatch)
 
 
 def rounded(x: Tensor, most: Tensor, kind: torch.dtype = fp8.E4M3) -> Tensor:
