@@ -1,4 +1,4 @@
-"""Kernels of 8-bit products in Triton's interpreter: its casts put right, and the gate sent through them on a CPU."""
+"""Kernels of 8-bit products in Triton's interpreter: its casts put right, and training sent through them on a CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +26,15 @@ def correct_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
-def gate_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training in fp8 on a CPU: the gate's kernels interpreted, everything else plain."""
+def products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training in fp8 on a CPU: the kernels of the gate and of the head interpreted, everything else plain."""
     correct_casts(monkeypatch)
     monkeypatch.setattr(fast, "check_fp8", lambda device: None)
     kernels = SimpleNamespace(
         half=lambda x: torch.bfloat16 if torch.is_autocast_enabled(x.device.type) and fast.fp8() else None,
         fp8=fast.fp8,
+        usable=lambda device: False,
         without_gradients=fast.without_gradients,
     )
     monkeypatch.setattr("gss.ops.gate.fast", kernels)
+    monkeypatch.setattr("gss.loss.fast", kernels)

@@ -15,7 +15,7 @@ from tests.comparing import relative_error
 from tests.interpreted_fp8 import correct_casts
 
 pytest.importorskip("triton")
-from gss.ops.gpu import fp8, fp8_gate, gate
+from gss.ops.gpu import fp8, fp8_gate, fp8_head, gate
 from tests.ops.test_gpu_kernels import draw, gradients
 
 ON_GPU = torch.cuda.is_available()
@@ -155,3 +155,30 @@ def test_no_gradient_beside_large_ones_is_lost() -> None:
     found, exact = drawn.run(on_gpu("gelu")), drawn.run(exactly("gelu"), torch.float64)
     for i in (1, 3):  # with respect to x and y
         assert relative_error(found[i][1:].cpu(), exact[i][1:].cpu()) < EIGHTH
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 16), (5, 1008), (70, 160)])
+def test_head(rows: int, vocabulary: int) -> None:
+    """Losses are not rounded to 8 bits; gradients are, against float64 with the same roundings and without any."""
+    width, scale = 48, 0.25
+    hidden, weight = draw(rows, width, kind=torch.bfloat16, scale=4.0), draw(vocabulary, width)
+    targets = torch.randint(0, vocabulary, (rows,), device=DEVICE)
+    targets[rows // 2 + 1 :: 3] = -100
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    logits = scale * exact[0] @ exact[1].T
+    logits.retain_grad()
+    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    loss.backward()
+    given = logits.detach().float()
+    found, gradients = fp8_head.loss_and_gradients(given, targets, -100, hidden, fp8.narrowed(weight), scale, True)
+    assert abs(found.item() / loss.item() - 1) < 1e-5
+    assert logits.grad is not None
+    one = torch.ones((), device=DEVICE)
+    by_logits = rounded(logits.grad, one, fp8.E5M2)
+    own = [by_logits @ rounded(weight, weight.abs().amax()), by_logits.T @ rounded(hidden, hidden.abs().amax())]
+    for by_us, rounded_alike, by_autograd in zip(gradients, own, (t.grad for t in exact), strict=True):
+        assert relative_error(by_us.cpu(), scale * rounded_alike.cpu()) < SAME
+        assert by_autograd is not None
+        assert relative_error(by_us.cpu(), by_autograd.cpu()) < EIGHTH
+    (alone,) = fp8_head.loss_and_gradients(given, targets, -100, hidden, fp8.narrowed(weight), scale, False)[1]
+    assert torch.equal(alone, gradients[0])

@@ -18,14 +18,14 @@ from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
-from tests.interpreted_fp8 import gate_in_fp8
+from tests.interpreted_fp8 import products_in_fp8
 
 STEPS = 6
 IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")
 
 
 def _config(**settings: Any) -> TrainConfig:
-    sizes = {"model__channels": 16, "batch_tokens": 128, "length": 32, "steps": STEPS}
+    sizes = {"model__channels": 16, "model__vocab_size": 272, "batch_tokens": 128, "length": 32, "steps": STEPS}
     return small_config("gss", **{**sizes, "precision": "fp8", "checkpoint__every": 3, **settings})
 
 
@@ -45,7 +45,7 @@ def test_a_run_in_fp8_is_near_bf16_and_resumes_to_the_bit(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluated in bf16 on the way. Nothing but the model and the optimizer is kept: units are each step's own."""
-    gate_in_fp8(monkeypatch)
+    products_in_fp8(monkeypatch)
     straight = run(_config(report__evaluate_every=3), corpus, tmp_path / "straight")
     half = run(_config(precision="bf16"), corpus, tmp_path / "bf16")
     assert straight != half
@@ -66,7 +66,7 @@ def _losses(config: TrainConfig, world: World, corpus: Path) -> list[float]:
 
 def _rank(rank: int, corpus: Path, folder: Path) -> None:
     torch.set_num_threads(1)
-    gate_in_fp8(pytest.MonkeyPatch())
+    products_in_fp8(pytest.MonkeyPatch())
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world = World(torch.device("cpu"), rank, 2)
     found = {parallel: _losses(_config(parallel=parallel), world, corpus) for parallel in ("ddp", "fsdp2")}
@@ -81,5 +81,5 @@ def test_two_processes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0] == found[1]
     assert found[0]["fsdp2"] == pytest.approx(found[0]["ddp"], abs=1e-5)
-    gate_in_fp8(monkeypatch)
+    products_in_fp8(monkeypatch)
     assert found[0]["ddp"] == pytest.approx(_losses(_config(), World(torch.device("cpu")), corpus), abs=0.02)

@@ -59,6 +59,11 @@ def rounded_up(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
+def fits(*sizes: int) -> bool:
+    """Whether dense layers between these widths can be multiplied in 8 bits."""
+    return not any(size % MULTIPLE for size in sizes)
+
+
 def product(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, fast: bool = True) -> Tensor:
     """a·bᵀ in bfloat16, for a [M, K] and b [N, K] in 8 bits; units are [], or [M, 1] and [1, N].
 

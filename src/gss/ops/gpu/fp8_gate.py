@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gss.ops import fast
+from gss.ops.gpu import fp8
 from gss.ops.gpu.fp8 import (
     E4M3,
     E5M2,
     MOST,
-    MULTIPLE,
     Narrow,
     cast,
     in_units,
@@ -44,9 +44,9 @@ _SLACK = 1.25
 """Rounding to 8 bits makes a gradient and a weight larger, by up to 1/8 and 1/16."""
 
 
-def fits(*sizes: int) -> bool:
-    """Whether dense layers between these widths can be multiplied in 8 bits."""
-    return max(sizes) <= WIDEST and not any(size % MULTIPLE for size in sizes)
+def fits(width: int, gate: int, channels: int) -> bool:
+    """Whether a gate between these widths can be computed here."""
+    return gate <= WIDEST and fp8.fits(width, gate, channels)
 
 
 @fast.operation("gss::fp8_gate")
