@@ -179,9 +179,10 @@ def kernels() -> None:
                 print(kernel, chosen, "failed:", repr(problem)[:300], flush=True)
                 continue
             row(f"{kernel} {chosen}", found[-1][0])
-        best = min(found)
-        print(f"best for {kernel}: {best[1]}", flush=True)
-        setattr(module, name, best[2])
+        if found:
+            best = min(found)
+            print(f"best for {kernel}: {best[1]}", flush=True)
+            setattr(module, name, best[2])
 
 
 def products() -> None:

@@ -68,11 +68,11 @@ def product(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, fast: bool = T
     """a·bᵀ in bfloat16, for a [M, K] and b [N, K] in 8 bits; units are [], or [M, 1] and [1, N].
 
     `fast` sums with fewer bits than float32 has (Hopper), which a sum over all tokens of a step should not. Where
-    there is no such product, on a CPU, it is made in float32.
+    there is no such product, on a CPU, it is made in float64, which autocast leaves alone.
     """
     if a.device.type == "cuda":
         return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return ((a.float() @ b.float().t()) * (a_unit * b_unit)).bfloat16()
+    return ((a.double() @ b.double().t()) * (a_unit * b_unit)).bfloat16()
 
 
 @triton.jit
