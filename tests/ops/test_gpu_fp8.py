@@ -3,16 +3,20 @@
 On a CUDA device with fp8 they run there (`pytest -m gpu`); elsewhere in Triton's interpreter, at small sizes.
 """
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import gss
 from gss.choices import ACTIVATIONS
+from gss.ops import fast
 from tests.comparing import relative_error
-from tests.interpreted_fp8 import correct_casts
+from tests.interpreted_fp8 import correct_casts, products_in_fp8
 
 pytest.importorskip("triton")
 from gss.ops.gpu import fp8, fp8_gate, fp8_head, gate
@@ -140,6 +144,23 @@ def test_gate(activation: str, biased: bool) -> None:
         assert relative_error(a.cpu(), c.cpu()) < EIGHTH, i
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_feed_forward_without_a_gate(biased: bool) -> None:
+    """c is 1: as a gate whose W₃ is nothing and whose b₃ is 1."""
+    drawn = Drawn(70, biased=True)
+    drawn.biases = [drawn.biases[0] if biased else torch.zeros(144, device=DEVICE), torch.ones(144, device=DEVICE)]
+    drawn.context.zero_()
+    inputs = [drawn.x, drawn.gate, drawn.output, *drawn.biases[:biased]]
+
+    def alone(x: Tensor, w2: Tensor, w4: Tensor, b2: Tensor | None = None) -> Tensor:
+        return fp8_gate.gated_output(x, w2, b2, None, None, None, w4, "gelu")
+
+    found = gradients(alone, inputs, drawn.grad)
+    expected = rounding("gelu", drawn)
+    for a, i in zip(found, (0, 1, 2, 5, 6), strict=False):
+        assert relative_error(a.cpu(), expected[i].cpu()) < SAME, i
+
+
 @pytest.mark.parametrize(("tokens", "wide"), [(1, 48), (16, 144), (65, 64), (512, 64), (530, 128)])
 def test_gate_of_any_length(tokens: int, wide: int) -> None:
     drawn = Drawn(tokens, True, wide=wide)
@@ -182,3 +203,25 @@ def test_head(rows: int, vocabulary: int) -> None:
         assert relative_error(by_us.cpu(), by_autograd.cpu()) < EIGHTH
     (alone,) = fp8_head.loss_and_gradients(given, targets, -100, hidden, fp8.narrowed(weight), scale, False)[1]
     assert torch.equal(alone, gradients[0])
+
+
+@pytest.mark.parametrize("name", ["gss-tiny", "transformer-tiny", "llama-tiny"])
+def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GSS layers, and feed-forward layers with and without a gate, by autocast and in 8 bits, against float64."""
+    if not ON_GPU:
+        products_in_fp8(monkeypatch)
+    sizes = {"width": 32, "gate_width": 48, "feedforward_width": 48, "channels": 16, "state_space.modes": 6, "depth": 1}
+    layer = gss.build_model(gss.preset(name, **sizes, **{"attention.heads": 2}), seed=0).to(DEVICE).layers[0]
+    part = layer if name.startswith("gss") else layer.feedforward
+    exact = copy.deepcopy(part).double()
+    x = draw(2, 40, 32)
+    errors = []
+    for inside in (fast.in_fp8(), nullcontext()):
+        with torch.autocast(DEVICE.type, torch.bfloat16), inside:
+            found = (part(x)[0] if part is layer else part(x)) - x
+        (parameter_gradient,) = torch.autograd.grad(found.sum(), part.norm.weight)
+        expected = (exact(x.double())[0] if part is layer else exact(x.double())) - x
+        (exact_gradient,) = torch.autograd.grad(expected.sum(), exact.norm.weight)
+        errors.append(relative_error(found.cpu(), expected.cpu()))
+        assert relative_error(parameter_gradient.cpu(), exact_gradient.cpu()) < EIGHTH
+    assert 2 * errors[1] < errors[0] < EIGHTH

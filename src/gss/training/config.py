@@ -149,7 +149,8 @@ class TrainConfig(Checked):
     model of long documents takes every prompt for the beginning of one, such as a title page."""
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     """bf16 means autocast: parameters, states and state-space arithmetic stay fp32. fp8 is bf16 with the wide products
-    of GSS layers in 8 bits, on GPUs that have them. auto: bf16 on a GPU, else fp32."""
+    of GSS and feed-forward layers and the head's gradients in 8 bits, on GPUs that have them. auto: bf16 on a GPU, else
+    fp32."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -8,6 +8,7 @@ because the products with respect to weights need columns, and takes its units f
     |∂p| ≤ max‖∂out‖·max‖W₄'s column‖ ≤ max‖∂out‖·√E·max|W₄|,   |∂g| ≤ |∂p|·max|φ'(g)·c|,   |∂c| ≤ |∂p|·max|φ(g)|,
 the last two maxima from the forward kernel, as is p's. These may be many times too large, for which e5m2 has room.
 Saved between the two: g and y in 16 bits, x in 8. yW₃ᵀ is computed again rather than kept.
+A gated feed-forward layer is such a gate with x as its y, a plain one has neither y nor W₃, and c is 1.
 """
 
 import math
@@ -44,9 +45,9 @@ _SLACK = 1.25
 """Rounding to 8 bits makes a gradient and a weight larger, by up to 1/8 and 1/16."""
 
 
-def fits(width: int, gate: int, channels: int) -> bool:
-    """Whether a gate between these widths can be computed here."""
-    return gate <= WIDEST and fp8.fits(width, gate, channels)
+def fits(gate: int, *widths: int) -> bool:
+    """Whether a gate of a width can be computed here, from inputs and to outputs of others."""
+    return gate <= WIDEST and fp8.fits(gate, *widths)
 
 
 @fast.operation("gss::fp8_gate")
@@ -55,8 +56,8 @@ def _forward(
     most: Tensor,
     gate: Tensor,
     gate_bias: Tensor | None,
-    y: Tensor,
-    context: Tensor,
+    y: Tensor | None,
+    context: Tensor | None,
     context_bias: Tensor | None,
     output: Tensor,
     activation: str,
@@ -65,7 +66,7 @@ def _forward(
     what the gradient needs: g, x's columns and unit, the maxima of |φ'(g)·c| and |φ(g)|, p's unit."""
     x8, w2, w4 = cast(x.contiguous(), most), narrowed(gate), narrowed(output)
     g = product(x8.rows, w2.rows, x8.unit, w2.unit)
-    c = _context(narrowed(y), narrowed(context))
+    c = None if y is None or context is None else _context(narrowed(y), narrowed(context))
     rows, width = g.shape
     p = torch.empty(rows, width, dtype=E4M3, device=g.device)
     units = torch.empty(triton.cdiv(rows, 256) * 256, 1, device=g.device)[:rows]  # its product may read whole tiles
@@ -90,8 +91,8 @@ def _gradients(
     p_unit: Tensor,
     gate: Tensor,
     gate_bias: Tensor | None,
-    y: Tensor,
-    context: Tensor,
+    y: Tensor | None,
+    context: Tensor | None,
     context_bias: Tensor | None,
     output: Tensor,
     activation: str,
@@ -99,12 +100,14 @@ def _gradients(
     """With respect to x, W₂, y, W₃, W₄ and, [2, F], the two biases, from the gradient of out [M, E], of which `longest`
     is the largest norm of a row."""
     by_out, w2, w4 = cast(grad.contiguous(), longest, E5M2), narrowed(gate), narrowed(output)
-    y8, w3 = narrowed(y), narrowed(context)
     by_p = product(by_out.rows, w4.columns, by_out.unit, w4.unit)
-    c = _context(y8, w3)
     rows, width = g.shape
     padded = by_out.columns.shape[1]
-    by_g, by_c = (_empty(rows, width, padded, g.device) for _ in range(2))
+    by_g = _empty(rows, width, padded, g.device)
+    c, by_c = None, None
+    if y is not None and context is not None:
+        y8, w3 = narrowed(y), narrowed(context)
+        c, by_c = _context(y8, w3), _empty(rows, width, padded, g.device)
     p = torch.empty(width, padded, dtype=E4M3, device=g.device)
     high = TILE["BM"] * TILE["STEPS"]
     even = rows % high == 0 and width % TILE["BN"] == 0
@@ -113,15 +116,19 @@ def _gradients(
     reach = _SLACK * MOST[E4M3] * math.sqrt(output.shape[0])
     _tiles_kernel[grid](
         by_p, c, g, gate_bias, context_bias, longest, w4.unit, extremes, p_unit, reach,
-        *by_g, *by_c, p, sums, rows, padded, width, ACTIVATION=activation, LIMIT=MOST[E4M3], GRADIENT_LIMIT=MOST[E5M2],
-        EVEN=even, **TILE,
+        *by_g, *(by_c or (None, None, None)), p, sums, rows, padded, width,
+        ACTIVATION=activation, LIMIT=MOST[E4M3], GRADIENT_LIMIT=MOST[E5M2], EVEN=even, **TILE,
     )  # fmt: skip
     del by_p, c
+    by_y, by_context = grad.new_empty(0), grad.new_empty(0)
+    if by_c is not None:
+        by_y = product(by_c.rows, w3.columns, by_c.unit, w3.unit)
+        by_context = product(by_c.columns, y8.columns, by_c.unit, y8.unit, fast=False)
     return (
         product(by_g.rows, w2.columns, by_g.unit, w2.unit),
         product(by_g.columns, x_columns, by_g.unit, x_unit, fast=False),
-        product(by_c.rows, w3.columns, by_c.unit, w3.unit),
-        product(by_c.columns, y8.columns, by_c.unit, y8.unit, fast=False),
+        by_y,
+        by_context,
         product(by_out.columns, p, by_out.unit, p_unit, fast=False),
         sums.sum(0),
     )
@@ -148,7 +155,7 @@ def _(x, most, gate, gate_bias, y, context, context_bias, output, activation):
 
 @_gradients.register_fake
 def _(grad, longest, g, x_columns, x_unit, extremes, p_unit, gate, gate_bias, y, context, context_bias, output, activation):  # fmt: skip # noqa: E501
-    shapes = (grad.shape, gate.shape, y.shape, context.shape, output.shape)
+    shapes = [(0,) if t is None else t.shape for t in (grad, gate, y, context, output)]
     by_biases = grad.new_empty(2, gate.shape[0], dtype=torch.float32)
     return *(grad.new_empty(shape, dtype=torch.bfloat16) for shape in shapes), by_biases
 
@@ -166,7 +173,7 @@ def _backward(ctx, grad, *_):
     longest = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32).amax()
     by_x, *by_rest, by_biases = _gradients(grad, longest, *saved, ctx.activation)
     by_gate, by_y, by_context, by_output = (
-        found.to(t.dtype) for found, t in zip(by_rest, (gate, y, context, output), strict=True)
+        None if t is None else found.to(t.dtype) for found, t in zip(by_rest, (gate, y, context, output), strict=True)
     )
     by_gate_bias = None if gate_bias is None else by_biases[0].to(gate_bias.dtype)
     by_context_bias = None if context_bias is None else by_biases[1].to(context_bias.dtype)
@@ -180,15 +187,25 @@ def gated_output(
     x: Tensor,
     gate: Tensor,
     gate_bias: Tensor | None,
-    y: Tensor,
-    context: Tensor,
+    y: Tensor | None,
+    context: Tensor | None,
     context_bias: Tensor | None,
     output: Tensor,
     activation: str,
 ) -> Tensor:
-    """(φ(x·W₂ᵀ + b₂) ∗ (y·W₃ᵀ + b₃))·W₄ᵀ [M, E] in bfloat16, for x [M, E], y [M, H] and weights in any precision."""
+    """(φ(x·W₂ᵀ + b₂) ∗ (y·W₃ᵀ + b₃))·W₄ᵀ [M, E] in bfloat16, for x [M, E], y [M, H] and weights in any precision.
+    Without y the factor in W₃ is 1."""
     most = x.detach().abs().amax(-1).amax()  # a row at a time, which the compiler joins with the norm that makes x
     return _forward(x, most, gate, gate_bias, y, context, context_bias, output, activation)[0]
+
+
+@triton.jit
+def _load_context(context, where, mask, bias, EVEN: tl.constexpr):
+    """c; 1 without a context."""
+    if context is None:
+        return tl.full(where.shape, 1.0, tl.float32)
+    else:
+        return _load(context + where, mask, EVEN).to(tl.float32) + bias
 
 
 @triton.jit
@@ -207,7 +224,7 @@ def _rows_kernel(
         where = m.to(tl.int64)[:, None] * width + n[None, :]
         mask = (m < rows)[:, None] & (n < width)[None, :]
         g = tl.load(gate + where, mask=mask, other=0.0).to(tl.float32) + b2
-        c = tl.load(context + where, mask=mask, other=0.0).to(tl.float32) + b3
+        c = _load_context(context, where, mask, b3, False)
         value, slope = _activate_with_slope(g, ACTIVATION)
         unit = unit_of(tl.max(tl.where(mask, tl.abs(value * c), 0.0), 1), LIMIT)
         tl.store(units + m, unit, mask=m < rows)
@@ -235,7 +252,8 @@ def _tiles_kernel(
     by_context_unit = unit_of(bound * tl.load(extremes + 1), GRADIENT_LIMIT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(gate_unit, by_gate_unit)
-        tl.store(context_unit, by_context_unit)
+        if context is not None:
+            tl.store(context_unit, by_context_unit)
     unit = tl.load(product_unit)
     kind = gate_rows.dtype.element_ty
     gate_sum = tl.zeros((BM, BN), tl.float32)
@@ -246,7 +264,7 @@ def _tiles_kernel(
         mask = (m < rows)[:, None] & (n < width)[None, :]
         d = _load(grad + where, mask, EVEN).to(tl.float32)
         g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
-        c = _load(context + where, mask, EVEN).to(tl.float32) + b3
+        c = _load_context(context, where, mask, b3, EVEN)
         value, slope = _activate_with_slope(g, ACTIVATION)
         by_context = value * d
         by_gate = slope * c * d
@@ -254,8 +272,9 @@ def _tiles_kernel(
         context_sum += by_context
         across = in_units(by_gate, by_gate_unit, kind, GRADIENT_LIMIT)
         store_both(across, gate_rows, gate_columns, m, n, rows, padded, width, EVEN)
-        across = in_units(by_context, by_context_unit, kind, GRADIENT_LIMIT)
-        store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN)
+        if context is not None:
+            across = in_units(by_context, by_context_unit, kind, GRADIENT_LIMIT)
+            store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN)
         across = in_units(value * c, unit, product.dtype.element_ty, LIMIT)
         store_both(across, None, product, m, n, rows, padded, width, EVEN)
     partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n
