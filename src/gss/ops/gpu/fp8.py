@@ -88,30 +88,35 @@ def in_units(x, unit, kind: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def store_both(value, rows, columns, m, n, height, padded, width, EVEN: tl.constexpr):
-    """A tile [m, n] into rows [height, width], unless they are None, and into columns [width, padded]."""
-    across = m.to(tl.int64)[:, None] * width + n[None, :]
-    down = n.to(tl.int64)[:, None] * padded + m[None, :]
+def store_both(
+    value, rows, columns, m, n, height, padded, width, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """A tile from [m, n] on into rows [height, width], unless they are None, and into columns [width, padded]."""
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    if rows is not None:
+        across = rows + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
+        if EVEN:
+            tl.store(across, value)
+        else:
+            tl.store(across, value, mask=(m + i < height)[:, None] & (n + j < width)[None, :])
+    down = columns + n.to(tl.int64) * padded + m + j[:, None] * padded + i[None, :]
     if EVEN:
-        if rows is not None:
-            tl.store(rows + across, value)
-        tl.store(columns + down, tl.trans(value))
+        tl.store(down, tl.trans(value))
     else:
-        if rows is not None:
-            tl.store(rows + across, value, mask=(m < height)[:, None] & (n < width)[None, :])
-        tl.store(columns + down, tl.trans(value), mask=(n < width)[:, None] & (m < padded)[None, :])
+        tl.store(down, tl.trans(value), mask=(n + j < width)[:, None] & (m + i < padded)[None, :])
 
 
 @triton.jit
 def _cast_kernel(
     x, most, rows, columns, unit_out, height, padded, width, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = (m < height)[:, None] & (n < width)[None, :]
-    value = tl.load(x + m.to(tl.int64)[:, None] * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    m, n = tl.program_id(1) * BM, tl.program_id(0) * BN
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    inside = (m + i < height)[:, None] & (n + j < width)[None, :]
+    tile = x + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
+    value = tl.load(tile, mask=inside, other=0.0).to(tl.float32)
     unit = unit_of(tl.load(most), LIMIT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(unit_out, unit)
     value = in_units(value, unit, rows.dtype.element_ty, LIMIT)
-    store_both(value, rows, columns, m, n, height, padded, width, False)
+    store_both(value, rows, columns, m, n, height, padded, width, False, BM, BN)

@@ -33,12 +33,12 @@ from gss.ops.gpu.fp8 import (
     store_both,
     unit_of,
 )
-from gss.ops.gpu.gate import _activate_with_slope, _load, _load_bias
+from gss.ops.gpu.gate import _activate_with_slope, _load
 
 ROWS = {"STEPS": 16, "num_warps": 8}
 """Rows of a program forward."""
-TILE = {"BM": 64, "BN": 64, "STEPS": 8, "num_warps": 8}
-"""And tiles backward, one below the other."""
+TILE = {"BM": 32, "BN": 64, "STEPS": 16, "num_warps": 8}
+"""And tiles backward, one below the other. Larger ones leave room for one program per multiprocessor."""
 WIDEST = 8192
 """A row of the gate has to fit into the registers of a program."""
 _SLACK = 1.25
@@ -200,12 +200,12 @@ def gated_output(
 
 
 @triton.jit
-def _load_context(context, where, mask, bias, EVEN: tl.constexpr):
+def _load_context(context, start, tile, mask, bias, EVEN: tl.constexpr):
     """c; 1 without a context."""
     if context is None:
-        return tl.full(where.shape, 1.0, tl.float32)
+        return tl.full(tile.shape, 1.0, tl.float32)
     else:
-        return _load(context + where, mask, EVEN).to(tl.float32) + bias
+        return _load(context + start + tile, mask, EVEN).to(tl.float32) + bias
 
 
 @triton.jit
@@ -213,26 +213,37 @@ def _rows_kernel(
     gate, context, gate_bias, context_bias, product, units, extremes, rows, width,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """p = φ(gate + b₂) ∗ (context + b₃), [M, F], with a unit per row; a program's maxima of |φ'·c| and |φ|."""
-    n = tl.arange(0, BLOCK)
-    b2 = _load_bias(gate_bias, n, width, BLOCK)
-    b3 = _load_bias(context_bias, n, width, BLOCK)
-    steep = tl.zeros((1, BLOCK), tl.float32)
-    high = tl.zeros((1, BLOCK), tl.float32)
+    """p = φ(gate + b₂) ∗ (context + b₃), [M, F], with a unit per row; a program's maxima of |φ'·c| and |φ|.
+
+    A row is seen as [F / 8, 8]: a maximum over eights needs nothing from another thread.
+    """
+    n = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = n < width
+    steep = tl.zeros((BLOCK // 8,), tl.float32)
+    high = tl.zeros((BLOCK // 8,), tl.float32)
     for step in range(STEPS):
-        m = tl.program_id(0) * STEPS + step + tl.arange(0, 1)
-        where = m.to(tl.int64)[:, None] * width + n[None, :]
-        mask = (m < rows)[:, None] & (n < width)[None, :]
-        g = tl.load(gate + where, mask=mask, other=0.0).to(tl.float32) + b2
-        c = _load_context(context, where, mask, b3, False)
+        m = tl.program_id(0) * STEPS + step
+        start = m.to(tl.int64) * width
+        mask = inside & (m < rows)
+        g = tl.load(gate + start + n, mask=mask, other=0.0).to(tl.float32) + _bias(gate_bias, n, inside)
+        c = _load_context(context, start, n, mask, _bias(context_bias, n, inside), False)
         value, slope = _activate_with_slope(g, ACTIVATION)
-        unit = unit_of(tl.max(tl.where(mask, tl.abs(value * c), 0.0), 1), LIMIT)
+        steep = tl.maximum(steep, tl.max(tl.where(mask, tl.abs(slope * c), 0.0), 1))
+        high = tl.maximum(high, tl.max(tl.where(mask, tl.abs(value), 0.0), 1))
+        value = tl.where(mask, value * c, 0.0)
+        unit = unit_of(tl.max(tl.max(tl.abs(value), 1), 0), LIMIT)
         tl.store(units + m, unit, mask=m < rows)
-        tl.store(product + where, in_units(value * c, unit[:, None], product.dtype.element_ty, LIMIT), mask=mask)
-        steep = tl.maximum(steep, tl.where(mask, tl.abs(slope * c), 0.0))
-        high = tl.maximum(high, tl.where(mask, tl.abs(value), 0.0))
-    tl.store(extremes + 2 * tl.program_id(0) + tl.arange(0, 1), tl.max(steep, 1))
-    tl.store(extremes + 2 * tl.program_id(0) + 1 + tl.arange(0, 1), tl.max(high, 1))
+        tl.store(product + start + n, in_units(value, unit, product.dtype.element_ty, LIMIT), mask=mask)
+    tl.store(extremes + 2 * tl.program_id(0), tl.max(steep, 0))
+    tl.store(extremes + 2 * tl.program_id(0) + 1, tl.max(high, 0))
+
+
+@triton.jit
+def _bias(bias, n, inside):
+    if bias is None:
+        return 0.0
+    else:
+        return tl.load(bias + n, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -244,9 +255,9 @@ def _tiles_kernel(
 ):  # fmt: skip
     """From p's gradient those of gate and context, in rows and columns, with their units; p in columns; and the sums
     of both gradients over the rows of a program."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    b2 = _load_bias(gate_bias, n, width, BN)
-    b3 = _load_bias(context_bias, n, width, BN)
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    n = tl.program_id(0) * BN
+    inside = n + j < width
     bound = tl.load(longest) * tl.load(output_unit) * reach  # of |grad|
     by_gate_unit = unit_of(bound * tl.load(extremes), GRADIENT_LIMIT)
     by_context_unit = unit_of(bound * tl.load(extremes + 1), GRADIENT_LIMIT)
@@ -259,24 +270,29 @@ def _tiles_kernel(
     gate_sum = tl.zeros((BM, BN), tl.float32)
     context_sum = tl.zeros((BM, BN), tl.float32)
     for step in range(STEPS):
-        m = (tl.program_id(1) * STEPS + step) * BM + tl.arange(0, BM)
-        where = m.to(tl.int64)[:, None] * width + n[None, :]
-        mask = (m < rows)[:, None] & (n < width)[None, :]
-        d = _load(grad + where, mask, EVEN).to(tl.float32)
-        g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
-        c = _load_context(context, where, mask, b3, EVEN)
+        m = (tl.program_id(1) * STEPS + step) * BM
+        start = m.to(tl.int64) * width + n
+        tile = i[:, None] * width + j[None, :]
+        mask = (m + i < rows)[:, None] & inside[None, :]
+        b2, b3 = (
+            _bias(gate_bias, (n + j)[None, :], inside[None, :]),
+            _bias(context_bias, (n + j)[None, :], inside[None, :]),
+        )
+        d = _load(grad + start + tile, mask, EVEN).to(tl.float32)
+        g = _load(gate + start + tile, mask, EVEN).to(tl.float32) + b2
+        c = _load_context(context, start, tile, mask, b3, EVEN)
         value, slope = _activate_with_slope(g, ACTIVATION)
         by_context = value * d
         by_gate = slope * c * d
         gate_sum += by_gate
         context_sum += by_context
         across = in_units(by_gate, by_gate_unit, kind, GRADIENT_LIMIT)
-        store_both(across, gate_rows, gate_columns, m, n, rows, padded, width, EVEN)
+        store_both(across, gate_rows, gate_columns, m, n, rows, padded, width, EVEN, BM, BN)
         if context is not None:
             across = in_units(by_context, by_context_unit, kind, GRADIENT_LIMIT)
-            store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN)
+            store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN, BM, BN)
         across = in_units(value * c, unit, product.dtype.element_ty, LIMIT)
-        store_both(across, None, product, m, n, rows, padded, width, EVEN)
-    partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n
-    tl.store(partial, tl.sum(gate_sum, 0), mask=n < width)
-    tl.store(partial + width, tl.sum(context_sum, 0), mask=n < width)
+        store_both(across, None, product, m, n, rows, padded, width, EVEN, BM, BN)
+    partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n + j
+    tl.store(partial, tl.sum(gate_sum, 0), mask=inside)
+    tl.store(partial + width, tl.sum(context_sum, 0), mask=inside)

@@ -49,14 +49,15 @@ def _gradient_kernel(
     logits, targets, normalizers, rows, columns, uncounted, height, padded, width,
     LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    target = tl.load(targets + m, mask=m < height, other=0)
-    normalizer = tl.load(normalizers + m, mask=m < height, other=0.0)
-    counts = (m < height) & (target != uncounted)
-    inside = (m < height)[:, None] & (n < width)[None, :]
-    x = tl.load(logits + m.to(tl.int64)[:, None] * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    gradient = tl.exp(x - normalizer[:, None]) - tl.where(n[None, :] == target[:, None], 1.0, 0.0)
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    there = m + i < height
+    target = tl.load(targets + m + i, mask=there, other=0)
+    normalizer = tl.load(normalizers + m + i, mask=there, other=0.0)
+    counts = there & (target != uncounted)
+    tile = logits + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
+    x = tl.load(tile, mask=there[:, None] & (n + j < width)[None, :], other=0.0).to(tl.float32)
+    gradient = tl.exp(x - normalizer[:, None]) - tl.where((n + j)[None, :] == target[:, None], 1.0, 0.0)
     gradient = tl.where(counts[:, None], gradient, 0.0)
     gradient = in_units(gradient, 1.0 / LIMIT, rows.dtype.element_ty, LIMIT)
-    store_both(gradient, rows, columns, m, n, height, padded, width, False)
+    store_both(gradient, rows, columns, m, n, height, padded, width, False, BM, BN)
