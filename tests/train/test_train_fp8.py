@@ -21,6 +21,7 @@ from gss.training.step import Stepper
 from tests.interpreted_fp8 import products_in_fp8
 
 STEPS = 6
+pytest.importorskip("triton")
 IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")
 
 

@@ -82,9 +82,9 @@ def unit_of(most, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def in_units(x, unit, kind: tl.constexpr, LIMIT: tl.constexpr):
-    """x in 8 bits; saturates, and keeps what is not a number."""
-    return tl.clamp(x * (1.0 / unit), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(kind)
+def in_units(x, per_unit, kind: tl.constexpr, LIMIT: tl.constexpr):
+    """x in 8 bits, with the reciprocal of its unit; saturates, and keeps what is not a number."""
+    return tl.clamp(x * per_unit, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(kind)
 
 
 @triton.jit
@@ -118,5 +118,5 @@ def _cast_kernel(
     unit = unit_of(tl.load(most), LIMIT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(unit_out, unit)
-    value = in_units(value, unit, rows.dtype.element_ty, LIMIT)
+    value = in_units(value, tl.div_rn(1.0, unit), rows.dtype.element_ty, LIMIT)
     store_both(value, rows, columns, m, n, height, padded, width, False, BM, BN)

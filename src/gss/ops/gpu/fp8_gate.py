@@ -233,7 +233,7 @@ def _rows_kernel(
         value = tl.where(mask, value * c, 0.0)
         unit = unit_of(tl.max(tl.max(tl.abs(value), 1), 0), LIMIT)
         tl.store(units + m, unit, mask=m < rows)
-        tl.store(product + start + n, in_units(value, unit, product.dtype.element_ty, LIMIT), mask=mask)
+        tl.store(product + start + n, in_units(value, tl.div_rn(1.0, unit), product.dtype.element_ty, LIMIT), mask=mask)
     tl.store(extremes + 2 * tl.program_id(0), tl.max(steep, 0))
     tl.store(extremes + 2 * tl.program_id(0) + 1, tl.max(high, 0))
 
@@ -265,7 +265,8 @@ def _tiles_kernel(
         tl.store(gate_unit, by_gate_unit)
         if context is not None:
             tl.store(context_unit, by_context_unit)
-    unit = tl.load(product_unit)
+    per_gate_unit, per_context_unit = tl.div_rn(1.0, by_gate_unit), tl.div_rn(1.0, by_context_unit)
+    per_unit = tl.div_rn(1.0, tl.load(product_unit))
     kind = gate_rows.dtype.element_ty
     gate_sum = tl.zeros((BM, BN), tl.float32)
     context_sum = tl.zeros((BM, BN), tl.float32)
@@ -286,12 +287,12 @@ def _tiles_kernel(
         by_gate = slope * c * d
         gate_sum += by_gate
         context_sum += by_context
-        across = in_units(by_gate, by_gate_unit, kind, GRADIENT_LIMIT)
+        across = in_units(by_gate, per_gate_unit, kind, GRADIENT_LIMIT)
         store_both(across, gate_rows, gate_columns, m, n, rows, padded, width, EVEN, BM, BN)
         if context is not None:
-            across = in_units(by_context, by_context_unit, kind, GRADIENT_LIMIT)
+            across = in_units(by_context, per_context_unit, kind, GRADIENT_LIMIT)
             store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN, BM, BN)
-        across = in_units(value * c, unit, product.dtype.element_ty, LIMIT)
+        across = in_units(value * c, per_unit, product.dtype.element_ty, LIMIT)
         store_both(across, None, product, m, n, rows, padded, width, EVEN, BM, BN)
     partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n + j
     tl.store(partial, tl.sum(gate_sum, 0), mask=inside)

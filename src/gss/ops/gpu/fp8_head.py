@@ -59,5 +59,5 @@ def _gradient_kernel(
     x = tl.load(tile, mask=there[:, None] & (n + j < width)[None, :], other=0.0).to(tl.float32)
     gradient = tl.exp(x - normalizer[:, None]) - tl.where((n + j)[None, :] == target[:, None], 1.0, 0.0)
     gradient = tl.where(counts[:, None], gradient, 0.0)
-    gradient = in_units(gradient, 1.0 / LIMIT, rows.dtype.element_ty, LIMIT)
+    gradient = in_units(gradient, LIMIT, rows.dtype.element_ty, LIMIT)
     store_both(gradient, rows, columns, m, n, height, padded, width, False, BM, BN)
