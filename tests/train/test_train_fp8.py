@@ -20,14 +20,14 @@ from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
 from tests.interpreted_fp8 import products_in_fp8
 
-STEPS = 6
+STEPS = 4
 pytest.importorskip("triton")
 IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device")
 
 
 def _config(**settings: Any) -> TrainConfig:
-    sizes = {"model__channels": 16, "model__vocab_size": 272, "batch_tokens": 128, "length": 32, "steps": STEPS}
-    return small_config("gss", **{**sizes, "precision": "fp8", "checkpoint__every": 3, **settings})
+    sizes = {"model__channels": 16, "model__vocab_size": 272, "batch_tokens": 64, "length": 32, "steps": STEPS}
+    return small_config("gss", **{**sizes, "precision": "fp8", "checkpoint__every": 2, "model__depth": 1, **settings})
 
 
 def test_hardware_without_fp8_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,12 +47,12 @@ def test_a_run_in_fp8_is_near_bf16_and_resumes_to_the_bit(
 ) -> None:
     """Evaluated in bf16 on the way. Nothing but the model and the optimizer is kept: units are each step's own."""
     products_in_fp8(monkeypatch)
-    straight = run(_config(report__evaluate_every=3), corpus, tmp_path / "straight")
+    straight = run(_config(report__evaluate_every=2), corpus, tmp_path / "straight")
     half = run(_config(precision="bf16"), corpus, tmp_path / "bf16")
     assert straight != half
     assert straight == pytest.approx(half, abs=0.02)
     assert half[0] - half[-1] > 0.1
-    run(_config(steps=3), corpus, tmp_path / "stopped")
+    run(_config(steps=2), corpus, tmp_path / "stopped")
     assert run(_config(), corpus, tmp_path / "stopped", allow=["steps"]) == straight
     assert final_files(tmp_path / "stopped", STEPS) == final_files(tmp_path / "straight", STEPS)
 
@@ -61,7 +61,7 @@ def _losses(config: TrainConfig, world: World, corpus: Path) -> list[float]:
     torch.manual_seed(config.seed)
     stepper = Stepper(build_model(config.model), config, world)
     batches = BATCHINGS[config.batching](open_dataset(corpus, "train"), config.length, config.rows)
-    batch = (as_tensors(batches.batch(step, world.rank, world.size)) for step in range(3))
+    batch = (as_tensors(batches.batch(step, world.rank, world.size)) for step in range(2))
     return [stepper.step(each, step).loss.item() for step, each in enumerate(batch)]
 
 
@@ -70,7 +70,9 @@ def _rank(rank: int, corpus: Path, folder: Path) -> None:
     products_in_fp8(pytest.MonkeyPatch())
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world = World(torch.device("cpu"), rank, 2)
-    found = {parallel: _losses(_config(parallel=parallel), world, corpus) for parallel in ("ddp", "fsdp2")}
+    found = {
+        parallel: _losses(_config(parallel=parallel, batch_tokens=128), world, corpus) for parallel in ("ddp", "fsdp2")
+    }
     (folder / f"found{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -83,4 +85,6 @@ def test_two_processes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found[0] == found[1]
     assert found[0]["fsdp2"] == pytest.approx(found[0]["ddp"], abs=1e-5)
     products_in_fp8(monkeypatch)
-    assert found[0]["ddp"] == pytest.approx(_losses(_config(), World(torch.device("cpu")), corpus), abs=0.02)
+    assert found[0]["ddp"] == pytest.approx(
+        _losses(_config(batch_tokens=128), World(torch.device("cpu")), corpus), abs=0.02
+    )
