@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"choices"},
     "nn": {"ops", "config", "choices"},
     "model": {"nn", "ops", "config", "choices"},
-    "precision": {"model"},
+    "precision": {"model", "ops"},
     "loss": {"ops"},
     "pieces": {"model", "nn", "loss"},
     "accounting": {"model", "nn", "config"},
