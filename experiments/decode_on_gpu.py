@@ -1,82 +1,94 @@
-"""What users get from decoding on a GPU, in the user's own commands.
+"""What users get from decoding on a GPU, in the user's own commands, with the goal beside each figure.
 
-    python -m experiments.decode_on_gpu decode.json --vocabulary t5.model --seconds 120
+    python -m experiments.decode_on_gpu decode.json --vocabulary t5.model --seconds 230 [--code DATA]
 
-Run folders of presets with random weights are made. Then, as far as the seconds go and each by itself, so that one
-failure leaves the others: `gss generate` with an empty cache of compiled kernels and with a full one, in seconds from
-the command to the first text and tokens per second after it; where those seconds go; greedy tokens of the CUDA graph
-beside the plain decoder's, teacher-forced; `gss.decode.stream` with 1 and 64 prompts; `gss serve` with 64 clients; the
-other presets through the same check and `stream`; speculation beside decoding without it, which alone is
+The parts run one after another, the most important first; one that fails, or takes too long, leaves the others, one
+for which too little time is left is left out, and the file is written after each. With random weights (`--model`):
+`gss generate` with empty caches and with full ones, in seconds from the command to the first text and tokens per
+second after it; where those seconds go; how far decoded logits are from float64, and greedy tokens from the plain
+decoder's; `gss.decode.stream` with 64 prompts and 1; `gss serve` with 64 clients. Speculation is measured where text
+repeats itself: with the bundled model after the beginnings of this package's longest files (the figure for CPUs has
+the same model), and with `--code`, a corpus of `gss prepare`, with a model trained on it for `--steps` steps, after
+held-out code. `--tiny` takes small sizes and any device, to see that everything runs.
 
-    python -m experiments.decode_on_gpu speculation.json --speculation --run RUN --text model.py
-
-where random weights repeat one token for ever if they are greedy, and never repeat themselves if they are sampled: the
-best case and the worst. RUN continues the text's first 5,000 characters. Needs a CUDA device.
+Caches are Triton's and the driver's and, where the installed packages come without compiled bytecode, Python's.
 """
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import random
 import re
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gss
+from experiments.quality import RECIPE
 from experiments.serve_throughput import make_run, served, serving, spread
+from gss.bench.check import check_decoding
+from gss.bench.machine import release
+from gss.data import open_dataset
 from gss.decode import GREEDY, Decoder, Engine, Request, Sampling, decoder, stream
 from gss.generate import prompt_ids
-from gss.precision import running
+from gss.precision import resolved, running
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 WAYS = {"greedy": GREEDY, "0.8, top-p 0.95": SAMPLED}
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "PYTORCH_KERNEL_CACHE_PATH")
 STAGES = """
 import sys, time
 marks = {"python": time.time()}
 import torch; marks["import torch"] = time.time()
-torch.zeros(1, device="cuda"); marks["CUDA"] = time.time()
+wait = torch.cuda.synchronize if sys.argv[2] == "cuda" else lambda: None
+torch.zeros(1, device=sys.argv[2]); marks["CUDA"] = time.time()
 import gss; from gss.decode import Engine, Request, Sampling; from gss.precision import running
 marks["import gss"] = time.time()
-lm = gss.load(sys.argv[1], device="cuda"); torch.cuda.synchronize(); marks["load"] = time.time()
-engine = Engine(lm.model, rows=1); torch.cuda.synchronize(); marks["plans"] = time.time()
+lm = gss.load(sys.argv[1], device=sys.argv[2]); wait(); marks["load"] = time.time()
+engine = Engine(lm.model, rows=1); wait(); marks["plans"] = time.time()
 engine.submit(Request(prompt=list(range(2, 12)), max_tokens=200, sampling=Sampling(temperature=0.8, top_p=0.95)))
 engine.admit()
 with torch.no_grad(), running(lm.model, engine.precision):
-    read = engine.prompts.round(); torch.cuda.synchronize(); marks["prompt"] = time.time()
-    list(engine._begin(read)); torch.cuda.synchronize(); marks["first token"] = time.time()
-engine.step(); torch.cuda.synchronize(); marks["8 tokens, capture"] = time.time()
-engine.step(); torch.cuda.synchronize(); marks["8 tokens"] = time.time()
+    read = engine.prompts.round(); wait(); marks["prompt"] = time.time()
+    list(engine._begin(read)); wait(); marks["first token"] = time.time()
+engine.step(); wait(); marks["8 tokens, capture"] = time.time()
+engine.step(); wait(); marks["8 tokens"] = time.time()
 for _ in range(8): engine.step()
-torch.cuda.synchronize(); marks["64 tokens, fold"] = time.time()
-import json; print(json.dumps(marks))
+wait(); marks["64 tokens, fold"] = time.time()
+import json; print(json.dumps([marks, "torch._dynamo" in sys.modules, len(sys.modules)]))
 """
 
 
 def command(run: Path, tokens: int, *options: str) -> dict[str, Any]:
     """`gss generate` as a process: seconds to the first text it prints, what it says of its speed, seconds in all."""
     line = [sys.executable, "-m", "gss", "generate", str(run), "--prompt", "Once upon a time", "--no-echo"]
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [*line, "--tokens", str(tokens), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    arrivals = []
-    while part := os.read(process.stdout.fileno(), 1 << 16):
-        arrivals.append((time.perf_counter() - started, len(part)))
-    said = process.stderr.read().decode(errors="replace")
-    if process.wait():
+    line += ["--device", DEVICE.type, "--tokens", str(tokens), *options]
+    started, arrivals = time.perf_counter(), []
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            while part := os.read(process.stdout.fileno(), 1 << 16):
+                arrivals.append((time.perf_counter() - started, len(part)))
+            said = process.stderr.read().decode(errors="replace")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
         raise RuntimeError(said[-1500:])
     speed = re.search(r"then ([\d,]+) tokens/s", " ".join(said.split()))
     rate = float(speed[1].replace(",", "")) if speed else 0.0
@@ -85,39 +97,41 @@ def command(run: Path, tokens: int, *options: str) -> dict[str, Any]:
     return {**found, "seconds": round(time.perf_counter() - started, 2), "prints": len(arrivals)}
 
 
-def stages(run: Path) -> dict[str, float]:
-    """Seconds of each stage from a process's start to its tokens."""
+def stages(run: Path) -> dict[str, Any]:
+    """Seconds of each stage from a process's start to its tokens; modules, and whether PyTorch's compiler is one."""
     started = time.time()
-    done = subprocess.run([sys.executable, "-c", STAGES, str(run)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", STAGES, str(run), DEVICE.type], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
-    marks = json.loads(done.stdout.splitlines()[-1])
+    marks, compiler, modules = json.loads(done.stdout.splitlines()[-1])
     before = [started, *marks.values()]
-    return {name: round(at - last, 3) for (name, at), last in zip(marks.items(), before, strict=False)}
-
-
-@lru_cache(maxsize=1)
-def untrained(name: str) -> gss.LanguageModel:
-    """A preset with random weights."""
-    return gss.build_model(gss.preset(name), seed=0).cuda().eval()
+    seconds = {name: round(at - last, 3) for (name, at), last in zip(marks.items(), before, strict=False)}
+    return {**seconds, "compiler imported": compiler, "modules": modules}
 
 
 @torch.no_grad()
-def check(name: str, count: int = 300) -> dict[str, float]:
-    """How many tokens that the graph chose are the plain decoder's, and by how much of a logit the others fall short
-    of its best, at most."""
-    model = untrained(name)
+def check(model: gss.LanguageModel, count: int, rows: int) -> dict[str, Any]:
+    """How far logits are from float64, for 1 row and many; how many tokens that the graph chose are the plain
+    decoder's, and by how much of a logit the others fall short of its best, at most."""
+    found: dict[str, Any] = {}
+    for batch in (1, rows):
+        figure = check_decoding(model, "", batch)
+        found[f"logits against float64, {batch}"] = f"{figure.value:.2e}, {figure.note} (limit {figure.limit:.0e})"
+        release(DEVICE)
     start = model.initial_state(1)
-    with running(model, "bf16"):
+    with running(model, resolved("auto", model)):
         graph = decoder(model, start)
-    assert not isinstance(graph, Decoder), "this model has no CUDA graph"
-    first = torch.zeros(1, dtype=torch.int64, device="cuda")
+    assert isinstance(graph, Decoder) != ON_GPU, "this model has no CUDA graph"
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     tokens = graph.generate(count, first).tokens[:, 0]
     plain = Decoder(model, start)
     logits = torch.cat([plain.step(token[None]) for token in torch.cat([first, tokens[:-1]])])
     shortfall = float((logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]).max())
     assert shortfall < 0.1, f"the graph's tokens are not the plain decoder's: they fall short by {shortfall}"
-    return {"tokens": count, "equal": int((logits.argmax(-1) == tokens).sum()), "shortfall": shortfall}
+    same = int((logits.argmax(-1) == tokens).sum())
+    return {**found, "greedy tokens, equal": f"{same} of {count}", "shortfall": shortfall}
 
 
 def timed(model: gss.LanguageModel, batch: int, tokens: int, sampling: Sampling) -> dict[str, float]:
@@ -134,46 +148,76 @@ def timed(model: gss.LanguageModel, batch: int, tokens: int, sampling: Sampling)
     return {"first_token_s": round(first, 3), "tokens_per_s": round((count - batch) / seconds, 1)}
 
 
-def streamed(name: str, tokens: int) -> dict[str, Any]:
-    """`stream` in both ways, 1 and 64 prompts; the second of two runs, the first compiles."""
-    model, found = untrained(name), {}
-    for way, sampling in WAYS.items():
-        for batch in (1, 64):
-            timed(model, batch, 64, sampling)
-            found[f"{way}, {batch}"] = timed(model, batch, tokens, sampling)
+def streamed(model: gss.LanguageModel, tokens: int, batches: tuple[int, ...]) -> dict[str, Any]:
+    """`stream` of each size, sampled and then greedy; after a short run, which compiles."""
+    found = {}
+    for batch in batches:
+        for way in reversed(WAYS):
+            timed(model, batch, min(tokens, 160), WAYS[way])
+            found[f"{way}, {batch}"] = timed(model, batch, tokens, WAYS[way])
     return found
 
 
-def continued(engine: Engine, request: Request) -> tuple[list[int], dict[str, Any]]:
-    """The tokens of a request, and how fast and in how many steps they came after the first."""
+def clients(run: Path, tokens: int, number: int, rounds: int) -> dict[str, Any]:
+    """`gss serve` with many clients, sampled as `stream` is: answers in one and streamed, by turns."""
+    draw = random.Random(0)
+    found: dict[str, Any] = {}
+    started = time.perf_counter()
+    with serving(run, "--device", DEVICE.type, "--drain", "0") as port:
+        found["ready_s"] = round(time.perf_counter() - started, 2)
+        plain: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "stream": False}
+        kinds = {"server": plain}
+        kinds["server streaming"] = {**plain, "stream": True, "stream_options": {"include_usage": True}}
+        speeds: dict[str, list[float]] = {name: [] for name in kinds}
+        gaps: list[float] = []
+        for turn in range(rounds + 1):
+            for name, options in kinds.items():
+                speed, between = asyncio.run(served(port, number, tokens if turn else 32, 2, options, draw))
+                if turn:  # the first is to see that it works
+                    speeds[name].append(round(speed, 1))
+                    gaps += between
+    for name, each in speeds.items():
+        found[name] = {"tokens_per_s": statistics.median(each), "rounds": each}
+    found["between events"] = spread(gaps)
+    return found
+
+
+def continued(engine: Engine, request: Request) -> tuple[list[int], float, int]:
+    """The tokens of a request, seconds after the first of them, and in how many steps they came."""
     engine.submit(request)
     outputs, first = [], 0.0
     for output in engine.run():
         first = first or time.perf_counter()
         outputs.append(output.tokens)
     seconds = time.perf_counter() - first
-    tokens = [token for part in outputs for token in part]
-    return tokens, {"tokens_per_s": round((len(tokens) - 1) / seconds, 1), "steps": sum(map(bool, outputs)) - 1}
+    return [token for part in outputs for token in part], seconds, sum(map(bool, outputs)) - 1
 
 
-def speculated(model: gss.LanguageModel, prompt: list[int], count: int) -> dict[str, Any]:
-    """Decoding with speculation and without by turns: tokens per second in three rounds, their ratios, how many tokens
-    are equal before the first that differs, and microseconds of each captured graph."""
+def speculated(model: gss.LanguageModel, prompts: list[list[int]], count: int, rounds: int = 5) -> dict[str, Any]:
+    """Continuing prompts with speculation and without, by turns: for each prompt the ratio of the median seconds, how
+    many tokens are equal before the first that differs, and tokens per step; microseconds of each captured graph."""
+    engines = {name: Engine(model, rows=1, speculate=name == "with") for name in ("with", "without")}
     found: dict[str, Any] = {}
     for way, sampling in WAYS.items():
-        request = Request(prompt=prompt, max_tokens=count, sampling=sampling)
-        engines = {name: Engine(model, rows=1, speculate=name == "with") for name in ("with", "without")}
-        rounds = [{name: continued(engine, request) for name, engine in engines.items()} for _ in range(4)]
-        texts = [rounds[-1][name][0] for name in engines]
-        same = [a == b for a, b in zip(*texts, strict=True)]
-        found[f"{way}, equal"] = f"{[*same, False].index(False)} of {count}"
-        for name in engines:
-            found[f"{way}, {name}"] = [each[name][1] for each in rounds[1:]]  # the first compiles and captures
-        with_it, without = found[f"{way}, with"], found[f"{way}, without"]
-        pairs = zip(with_it, without, strict=True)
-        found[f"{way}, ratio"] = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in pairs]
-        graphs = engines["with"].decoder._room.graphs  # type: ignore[attr-defined]
-        found[f"{way}, µs"] = {str(key[0]): replayed(graph) for key, (graph, _) in graphs.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        ratios, equal, per_step = [], [], []
+        for prompt in prompts:
+            request = Request(prompt=prompt, max_tokens=count, sampling=sampling)
+            turns = [{name: continued(engine, request) for name, engine in engines.items()} for _ in range(rounds + 1)]
+            medians = {name: statistics.median(turn[name][1] for turn in turns[1:]) for name in engines}  # first: warm
+            for name, value in medians.items():
+                seconds[name].append(value)
+            ratios.append(round(medians["without"] / medians["with"], 2))
+            ours, plain = (turns[-1][name][0] for name in engines)
+            equal.append([*(a == b for a, b in zip(ours, plain, strict=True)), False].index(False))
+            per_step.append(round(count / turns[-1]["with"][2], 2))
+        tokens = (count - 1) * len(prompts)
+        found[way] = {f"tokens_per_s {name}": round(tokens / sum(each)) for name, each in seconds.items()}
+        found[way] |= {"ratio": statistics.median(ratios), "ratios": ratios, "equal": equal, "of": count}
+        found[way]["tokens per step"] = per_step
+    for name, engine in engines.items() if ON_GPU else ():
+        graphs = engine.decoder._room.graphs  # type: ignore[attr-defined]
+        found[f"µs, {name}"] = {f"{key[0]} {key[-1]}"[:60]: replayed(graph) for key, (graph, _) in graphs.items()}
     return found
 
 
@@ -188,40 +232,107 @@ def replayed(graph: torch.cuda.CUDAGraph, times: int = 50) -> float:
     return round(start.elapsed_time(end) * 1000 / times, 1)
 
 
-def after_text(run: Path, text: Path, count: int) -> dict[str, Any]:
-    """`speculated` for a run that has read the beginning of a text."""
-    lm = gss.load(run, device="cuda")
-    prompt = prompt_ids(lm.tokenizer, text.read_text(encoding="utf-8")[:5000], None)
-    return speculated(lm.model, prompt, count)
+def after_files(count: int, number: int, characters: int, rounds: int) -> dict[str, Any]:
+    """`speculated` for the bundled model after the beginnings of the package's longest files."""
+    lm = gss.load(device=DEVICE)
+    files = sorted(Path(gss.__file__).parent.rglob("*.py"), key=lambda path: path.stat().st_size)[-number:]
+    texts = [path.read_text(encoding="utf-8")[:characters] for path in files]
+    return speculated(lm.model, [prompt_ids(lm.tokenizer, text) for text in texts], count, rounds)
 
 
-def clients(run: Path, tokens: int, requests: int) -> dict[str, Any]:
-    """`gss serve` with 64 clients, sampled as `stream` is, answers in one and streamed."""
-    draw = random.Random(0)
-    found: dict[str, Any] = {}
-    started = time.perf_counter()
-    with serving(run, "--device", "cuda") as port:
-        found["ready_s"] = round(time.perf_counter() - started, 2)
-        plain: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "stream": False}
-        events = {**plain, "stream": True, "stream_options": {"include_usage": True}}
-        for _ in range(2):  # compiles for every number of rows that comes up
-            asyncio.run(served(port, 64, 64, 2, plain, draw))
-        found["warm_s"] = round(time.perf_counter() - started, 2)
-        for name, options in (("server", plain), ("server streaming", events)):
-            speed, gaps = asyncio.run(served(port, 64, tokens, requests, options, draw))
-            found[name] = {"tokens_per_s": round(speed, 1), **(spread(gaps) if gaps else {})}
-    return found
+def after_code(data: Path, preset: str, steps: int, folder: Path, count: int, tiny: bool) -> dict[str, Any]:
+    """`speculated` for a model trained on a corpus of code, at six places of held-out code."""
+    from gss.io.runs import read_metrics
+    from gss.training import resolve
+
+    changes = {"steps": steps, "compile": False, "optimizer.warmup_steps": steps // 5, "checkpoint.every": steps}
+    changes |= {"batch_tokens": 512, "length": 128} if tiny else {}
+    held_out = open_dataset(data, "valid")
+    settings = [f"{key}={str(value).lower()}" for key, value in (RECIPE | changes).items()]
+    gss.train(resolve(preset, None, settings, held_out.vocab_size), data, folder / "code", quiet=True)
+    rows = [row for row in read_metrics(folder / "code" / "metrics.jsonl") if row["kind"] == "train"]
+    model = gss.load(folder / "code", device=DEVICE).model
+    places = [len(held_out.tokens) * place // 7 for place in range(1, 7)]
+    prompts = [held_out.tokens[place : place + 1500].tolist() for place in places]
+    trained = {"steps": steps, "loss": rows[-1]["loss"], "tokens_per_s": rows[-1]["tokens_per_second"]}
+    return {"trained": trained, **speculated(model, prompts, count)}
 
 
-def table(found: dict[str, Any]) -> str:
-    """The figures, a line each."""
-    lines = []
-    for part, values in found.items():
-        if isinstance(values, dict) and "error" not in values:
-            lines += [f"{part:>24}  {name:<20} {json.dumps(value)}" for name, value in values.items()]
+class Parts:
+    """The parts of a run: what each has found, written to a file after each."""
+
+    def __init__(self, out: Path, seconds: float, facts: dict[str, Any]) -> None:
+        self._out, self._end, self.found = out, time.perf_counter() + seconds, facts
+        signal.signal(signal.SIGALRM, self._too_long)
+
+    @staticmethod
+    def _too_long(number: int, frame: object) -> None:
+        raise TimeoutError("the part took too long")
+
+    def run(self, name: str, work: Callable[[], dict[str, Any]], needs: float, most: float) -> None:
+        """Do a part that needs about so many seconds, and stop it after at most so many."""
+        begun = time.perf_counter()
+        left = self._end - begun
+        if left < needs:
+            self.found[name] = {"left out": f"{left:.0f} s are left, it needs {needs:.0f}"}
         else:
-            lines.append(f"{part:>24}  {'FAILED' if isinstance(values, dict) else values}")
-    return "\n".join(lines)
+            signal.setitimer(signal.ITIMER_REAL, min(most, left))
+            try:
+                self.found[name] = work()
+            except Exception:
+                self.found[name] = {"error": traceback.format_exc()[-2000:]}
+                print(self.found[name]["error"], flush=True)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            release(DEVICE)
+        print(f"{time.perf_counter() - begun:6.1f} s  {name}: {str(self.found[name])[:400]}", flush=True)
+        self._out.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def figure(self, *path: str) -> Any:
+        """One figure; None where its part has none."""
+        value: Any = self.found
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def goals(parts: Parts, rows: int) -> str:
+    """The figures that have goals, a line each."""
+    figure, sampled = parts.figure, f"0.8, top-p 0.95, {rows}"
+    bare, gaps = figure("stream", sampled, "tokens_per_s"), figure("serve", "between events") or {}
+
+    def share(name: str) -> float | None:
+        speed = figure("serve", name, "tokens_per_s")
+        return speed / bare if speed and bare else None
+
+    lines: list[tuple[str, float | None, float, str]] = [
+        ("generate, tokens/s after the first text", figure("generate, warm", "tokens_per_s"), 5000, "≥"),
+        ("generate, first text, warm, s", figure("generate, warm", "first_text_s"), 4, "≤"),
+        ("generate, first text, new machine, s", figure("generate, new machine", "first_text_s"), 20, "≤"),
+        (f"stream, {rows} prompts, tokens/s", bare, 120_000, "≥"),
+        (f"serve, {rows} clients, share of stream", share("server"), 0.6, "≥"),
+        (f"serve, {rows} clients, streaming, share of stream", share("server streaming"), 0.4, "≥"),
+        ("serve, p99 ÷ median between events", gaps["p99_ms"] / gaps["median_ms"] if gaps else None, 5, "≤"),
+        *((f"{part}, greedy, ×", figure(part, "greedy", "ratio"), 1.5, "≥") for part in SPECULATION),
+    ]  # fmt: skip
+    shown = []
+    for name, value, goal, kind in lines:
+        reached = "" if not value else "yes" if (value >= goal if kind == "≥" else value <= goal) else "NO"
+        shown.append(f"{name:<55} {value or float('nan'):>12,.2f}   {kind} {goal:>9,}   {reached}")
+    return "\n".join(shown)
+
+
+SPECULATION = ("speculation, bundled model", "speculation, model of code")
+
+
+def new_caches(folder: Path) -> None:
+    """Let the processes that are started compile everything anew, and keep it for the next."""
+    for name in CACHES:
+        os.environ[name] = str(folder / name)
+        Path(os.environ[name]).mkdir()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if not Path(importlib.util.cache_from_source(str(torch.__file__))).exists():
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
 
 
 def main() -> None:
@@ -231,61 +342,49 @@ def main() -> None:
     parser.add_argument("--model", default="gss")
     parser.add_argument("--others", nargs="*", default=["gss2-small", "gss-hybrid"])
     parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--served", type=int, default=1024, help="tokens per request to the server")
-    parser.add_argument("--seconds", type=float, default=120.0, help="no further part is begun after so many")
-    parser.add_argument("--speculation", action="store_true", help="measure speculation and nothing else")
-    parser.add_argument("--run", type=Path, help="a run that speculates after --text")
-    parser.add_argument("--text", type=Path)
+    parser.add_argument("--served", type=int, default=2048, help="tokens per request to the server")
+    parser.add_argument("--seconds", type=float, default=230.0, help="no part is begun that would need more in all")
+    parser.add_argument("--code", type=Path, help="a prepared corpus of code, with the splits train and valid")
+    parser.add_argument("--trained", default="gss-small", help="the preset that is trained on it")
+    parser.add_argument("--steps", type=int, default=200, help="for so many steps of 131,072 tokens")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that everything runs")
     options = parser.parse_args()
-    started = time.perf_counter()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": options.model}
-
-    def part(name: str, work: Callable[[], Any]) -> None:
-        begun = time.perf_counter()
-        if begun - started > options.seconds:
-            found[name] = "left out: no time"
-            return
-        try:
-            found[name] = work()
-        except Exception:
-            found[name] = {"error": traceback.format_exc()[-2000:]}
-            print(found[name]["error"], flush=True)
-        print(f"{time.perf_counter() - begun:6.1f} s  {name}: {str(found[name])[:300]}", flush=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-    if options.speculation:
-        for name in (options.model, "gss-hybrid"):
-            prompt = torch.randint(0, untrained(name).config.vocab_size, (128,)).tolist()
-            part(f"{name}, speculation", partial(speculated, untrained(name), prompt, options.tokens))
-        if options.run and options.text:
-            part(f"{options.run.name}, speculation", lambda: after_text(options.run, options.text, options.tokens))
-        print(table(found))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for name in CACHES:
-            os.environ[name] = str(Path(folder) / name)
-            Path(os.environ[name]).mkdir()
-        run = make_run(Path(folder) / "run", options.model, options.vocabulary)
+    rows, drafted, rounds, files = 64, 400, 2, (6, 5000, 5)
+    if options.tiny:
+        options.model, options.others, options.trained = "gss-tiny", ["gss2-tiny", "gss-hybrid-tiny"], "gss-tiny"
+        options.tokens, options.served, options.steps = 40, 24, 5
+        rows, drafted, rounds, files = 4, 20, 1, (1, 300, 1)
+    elif not ON_GPU:
+        parser.error("there is no GPU: use --tiny to see that everything runs")
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    facts = {"device": device, "torch": torch.__version__, "python": sys.version.split()[0], "model": options.model}
+    parts = Parts(options.out, options.seconds, facts)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        new_caches(folder)
+        facts["bytecode"] = "compiled by the first process" if "PYTHONPYCACHEPREFIX" in os.environ else "installed"
+        run = make_run(folder / "run", options.model, options.vocabulary)
         sampled = ("--temperature", "0.8", "--top-p", "0.95")
-        part("generate, new machine", lambda: command(run, options.tokens, *sampled))
-        compiled = list((Path(folder) / CACHES[0]).glob("*/*.cubin"))
-        found["kernels compiled"] = sorted(path.stem for path in compiled)
-        part("generate, warm", lambda: command(run, options.tokens, *sampled))
-        part("generate, again", lambda: command(run, options.tokens, *sampled, "--seed", "1"))
-        part("generate, greedy", lambda: command(run, options.tokens, "--temperature", "0"))
-        part("stages", lambda: stages(run))
-        for name in (options.model, *options.others):
-            part(f"{name}, check", partial(check, name))
-            part(f"{name}, stream", partial(streamed, name, options.tokens))
-            if name == options.model:
-                part("serve", lambda: clients(run, options.served, 3))
-    bare, answers = found[f"{options.model}, stream"], found["serve"]
-    for name in ("server", "server streaming"):
-        if "0.8, top-p 0.95, 64" in bare and name in answers:
-            share = answers[name]["tokens_per_s"] / bare["0.8, top-p 0.95, 64"]["tokens_per_s"]
-            answers[name]["share_of_stream"] = round(share, 3)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(table(found))
+        parts.run("generate, new machine", lambda: command(run, options.tokens, *sampled), 10, 60)
+        compiled = (folder / CACHES[0]).glob("*/*.cubin")
+        facts["kernels compiled"] = sorted(path.stem for path in compiled)
+        parts.run("generate, warm", lambda: command(run, options.tokens, *sampled), 6, 30)
+        parts.run("generate, again", lambda: command(run, options.tokens, *sampled, "--seed", "1"), 6, 30)
+        parts.run("stages", lambda: stages(run), 5, 30)
+        model = gss.load(run, device=DEVICE).model
+        parts.run("stream", lambda: streamed(model, options.tokens, (rows, 1)), 10, 60)
+        parts.run("serve", lambda: clients(run, options.served, rows, rounds), 25, 70)
+        parts.run(SPECULATION[0], lambda: after_files(drafted, *files), 10, 60)
+        parts.run("check", lambda: check(model, 300 if ON_GPU else 20, rows), 8, 40)
+        if options.code:
+            work = (options.code, options.trained, options.steps, folder, drafted, options.tiny)
+            parts.run(SPECULATION[1], lambda: after_code(*work), 45, 120)
+        for name in options.others:
+            other = gss.build_model(gss.preset(name), seed=0).to(DEVICE).eval()
+            parts.run(f"{name}, stream", partial(streamed, other, options.tokens // 2, (rows, 1)), 10, 40)
+            parts.run(f"{name}, check", partial(check, other, 300 if ON_GPU else 20, rows), 8, 40)
+            del other
+    print(goals(parts, rows))
 
 
 if __name__ == "__main__":

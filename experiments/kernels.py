@@ -20,6 +20,7 @@ from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, vandermonde
 from gss.ops.gpu import cross_entropy, fft, gate
+from gss.precision import running
 
 H, N, E, F, V = 256, 512, 1024, 4096, 32_000
 TABLE: list[dict] = []
@@ -164,25 +165,36 @@ def losses(tokens: int) -> None:
     row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
 
 
-def training(batch: int, length: int, profile: bool, whole: bool, name: str = "gss", rows: int = 45) -> None:
-    torch._dynamo.reset()
-    model = gss.build_model(gss.preset(name)).cuda()
+def training_step(model, whole: bool, precision: str = "bf16", rate: float = 1e-4):
+    """A function from tokens [B, L] to the loss, per token, of one step that learns to repeat them; compiled."""
     forward = torch.compile(model.hidden) if whole else model.hidden
     for layer in () if whole else model.layers:
         layer.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
-    mask = torch.ones_like(tokens, dtype=torch.bool)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
 
-    def step():
-        with torch.autocast("cuda", torch.bfloat16):
+    def step(tokens, targets=None):
+        targets = tokens if targets is None else targets
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        with running(model, precision):
             hidden, _ = forward(tokens, keep_state=False)
-            loss = next_token_loss(model.logits, model.embedding.weight, hidden, tokens, mask)
-        (loss / tokens.numel()).backward()
+            weight, scale = model.embedding.weight, model.head_scale
+            loss = next_token_loss(model.logits, weight, hidden, targets, mask, scale=scale) / tokens.numel()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
+    return step
+
+
+def training(
+    batch: int, length: int, profile: bool, whole: bool, name: str = "gss", rows: int = 45, precision: str = "bf16"
+) -> None:
+    torch._dynamo.reset()
+    model = gss.build_model(gss.preset(name)).cuda()
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+    step = partial(training_step(model, whole, precision), tokens)
     for _ in range(3):
         step()
     torch.cuda.reset_peak_memory_stats()
@@ -195,9 +207,10 @@ def training(batch: int, length: int, profile: bool, whole: bool, name: str = "g
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     median = sorted(times)[len(times) // 2]
-    row(f"training {name} {batch}x{length}", batch * length / median, "k tokens/s")
-    row(f"training {name} {batch}x{length}: step", median)
-    row(f"training {name} {batch}x{length}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+    what = f"training {name} {batch}x{length}{'' if precision == 'bf16' else f', {precision}'}"
+    row(what, batch * length / median, "k tokens/s")
+    row(f"{what}: step", median)
+    row(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
     if profile:
         show_profile(step, rows)
 

@@ -62,7 +62,11 @@ def serving(run: Path, *options: str) -> Iterator[int]:
         yield int(server.stdout.readline().rpartition(":")[2])
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(60)
+        except BaseException:
+            server.kill()
+            raise
 
 
 def prompts(streams: int, draw: random.Random) -> list[list[int]]:
@@ -97,7 +101,7 @@ async def ask(
             received = await reader.read(1 << 16)
             assert received
             now = time.perf_counter()
-            if before and b"data: {" in received:
+            if before and b'"choices":[{' in received:
                 gaps.append(now - before)
             last, before = (last + received)[-1024:], now
         events = last.decode(errors="replace").split("data: ")

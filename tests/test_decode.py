@@ -154,3 +154,20 @@ def test_a_long_row_does_not_make_short_ones_long(family: str) -> None:
     assert max(room for plan in decoder._plans for room in plan._caches) <= 256
     decoder.keep([])
     assert decoder.state().batch == 0
+
+
+def test_warming_up_leaves_nothing_behind() -> None:
+    """Batches of 1, 2 and 3 rows run, and requests then get what they get from an engine that is new."""
+    model = gss.build_model(small_config("gss")).eval()
+    engines = [decode.Engine(model, rows=3, cache_bytes=1 << 20) for _ in range(2)]
+    sizes, advance = set(), engines[0].decoder.advance
+    engines[0].decoder.advance = lambda: sizes.add(engines[0].running) or advance()  # type: ignore[method-assign]
+    engines[0].warm_up()
+    assert sizes == {1, 2, 3}
+    assert engines[0].running == engines[0].waiting == engines[0].cache.nbytes == engines[0].prompts.prompt_tokens == 0
+    answers = []
+    for engine in engines:
+        for seed in range(4):
+            engine.submit(decode.Request(prompt=[1, 2, 3], max_tokens=70, seed=seed))
+        answers.append([(output.request.seed, output.tokens) for output in engine.run()])
+    assert answers[0] == answers[1]

@@ -29,7 +29,7 @@ _IMPORTS = {
     "ops": "choices",
     "nn": "ops config choices",
     "model": "nn ops config choices",
-    "precision": "model",
+    "precision": "model ops",
     "loss": "ops",
     "pieces": "model nn loss",
     "accounting": "model nn config",

@@ -24,13 +24,21 @@ Head = Callable[[Tensor], Tensor]
 
 
 def next_token_loss(
-    head: Head, weight: Tensor, hidden: Tensor, targets: Tensor, mask: Tensor, chunk_elements: int | None = None
+    head: Head,
+    weight: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    chunk_elements: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """The summed cross-entropy, in nats, of the targets that the mask counts.
 
     head, weight     the function [rows, E] → [rows, V] and the parameter [V, E] it uses (its gradient is made here)
     hidden           [B, L, E]
     targets, mask    [B, L]: the next token's id, and whether it counts (an uncounted id may be anything)
+    scale            given where the head is scale · hidden · weightᵀ and nothing more, whose gradients can be made
+                     in 8 bits where that is wanted
 
     A sum, not a mean: micro-batches and processes add up, and whoever knows the number of all counted targets
     divides by it.
@@ -49,7 +57,7 @@ def next_token_loss(
         chosen = mask.reshape(-1).nonzero().squeeze(1)
         flat, counted = flat.index_select(0, chosen), counted[chosen]  # no logits for those that do not count
     if torch.is_grad_enabled():
-        loss: Tensor = _ChunkedLoss.apply(head, rows, weight, flat, counted)
+        loss: Tensor = _ChunkedLoss.apply(head, rows, weight, flat, counted, scale)
         return loss
     parts = zip(flat.split(rows), counted.split(rows), strict=True)
     return torch.stack([_summed(head(part), target) for part, target in parts]).sum()
@@ -78,20 +86,60 @@ def _loss_and_gradients(logits: Tensor, targets: Tensor, inputs: tuple[Tensor, .
     return loss.detach(), torch.autograd.grad(loss, inputs)
 
 
+_Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Sequence[Tensor]]]
+
+
+def _by_autograd(head: Head, weight: Tensor, learned: bool) -> _Chunk:
+    """From activations and targets to the summed loss, and its gradients with respect to activations and weight."""
+
+    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        with torch.enable_grad():
+            activations = hidden.detach().requires_grad_()
+            return _loss_and_gradients(head(activations), targets, (activations, weight)[: 1 + learned])
+
+    return chunk
+
+
+def _in_fp8(head: Head, weight: Tensor, learned: bool, scale: float) -> _Chunk:
+    """The same for a head that is scale · hidden · weightᵀ: logits from the head, gradients in 8 bits."""
+    from gss.ops.gpu import fp8, fp8_head
+
+    narrow = fp8.narrowed(weight)
+
+    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        with torch.enable_grad():  # autocast would keep a cast of the weight that has no gradient
+            logits = head(hidden).detach()
+        return fp8_head.loss_and_gradients(logits, targets, _UNCOUNTED, hidden, narrow, scale, learned)
+
+    return chunk
+
+
+def _fits_fp8(hidden: Tensor, weight: Tensor) -> bool:
+    if not fast.fp8() or fast.half(hidden) is None:
+        return False
+    from gss.ops.gpu import fp8
+
+    return fp8.fits(*weight.shape)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Gradients are made in the forward, chunk by chunk, while the logits are there: nothing is computed twice."""
 
     @staticmethod
-    def forward(ctx: Any, head: Head, rows: int, weight: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, head: Head, rows: int, weight: Tensor, hidden: Tensor, targets: Tensor, scale: float | None
+    ) -> Tensor:
+        learned = ctx.needs_input_grad[2]
+        if scale is not None and _fits_fp8(hidden, weight):
+            chunk = _in_fp8(head, weight, learned, scale)
+        else:
+            chunk = _by_autograd(head, weight, learned)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
+        weight_gradient = torch.zeros_like(weight) if learned else None
         losses = []
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            with torch.enable_grad():
-                activations = hidden[part].detach().requires_grad_()
-                inputs = (activations,) if weight_gradient is None else (activations, weight)
-                loss, gradients = _loss_and_gradients(head(activations), targets[part], inputs)
+            loss, gradients = chunk(hidden[part], targets[part])
             hidden_gradient[part] = gradients[0]
             if weight_gradient is not None:
                 weight_gradient += gradients[1]
@@ -101,7 +149,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None, Tensor, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, Tensor | None, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         by_weight = None if weight_gradient is None else weight_gradient * scale
-        return None, None, by_weight, hidden_gradient * scale, None
+        return None, None, by_weight, hidden_gradient * scale, None, None

@@ -107,8 +107,12 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., E] → [..., V]."""
-        scale = self.config.width**-0.5 if self.config.head_scale is None else self.config.head_scale
-        return project(hidden * scale, self.embedding)
+        return project(hidden * self.head_scale, self.embedding)
+
+    @property
+    def head_scale(self) -> float:
+        """What the head multiplies activations by before the embedding."""
+        return self.config.width**-0.5 if self.config.head_scale is None else self.config.head_scale
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` sequences."""

@@ -53,7 +53,8 @@ class LossModule(nn.Module):
         """The summed loss of the counted targets, and the state after the tokens if it is to be kept."""
         hidden, after = self.model.hidden(rows.tokens, state, keep, rows.starts, rows.context)
         targets, mask = (rows.context.own(each) if rows.context else each for each in (rows.targets, rows.mask))
-        return next_token_loss(self.model.logits, self.model.embedding.weight, hidden, targets, mask), after
+        head, weight = self.model.logits, self.model.embedding.weight
+        return next_token_loss(head, weight, hidden, targets, mask, scale=self.model.head_scale), after
 
 
 def backward(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gss
-from gss.decode import GREEDY, Decoder, Sampling, decoder
+from gss.decode import GREEDY, Decoder, Engine, Request, Sampling, decoder
 from gss.decode.sampler import Sampler, Settings
 from gss.ops import fast
 from tests.comparing import relative_error
@@ -283,6 +283,30 @@ def test_sequences_join_and_leave(cuda: ModuleType, sizes: dict[str, object], de
         after, plain_after = (steps.state() for steps in decoders)
         assert torch.equal(after.position, plain_after.position)
         check_states(after, plain_after, 2e-2)
+
+
+def test_buffers_of_every_size_are_warmed_up(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a server compiles and captures nothing while it answers; they are kept."""
+    model, block = model_of("cuda" if torch.cuda.is_available() else "cpu", depth=1).eval(), 4
+    folds, fold = set(), cuda.GraphDecoder._fold_layers
+    monkeypatch.setattr("gss.decode.engine.BLOCK", block)
+    monkeypatch.setattr(cuda, "UNROLL", 2)
+    monkeypatch.setattr(cuda.GraphDecoder, "stride", 2)
+    monkeypatch.setattr("gss.decode.engine.decoder", lambda model, state: cuda.GraphDecoder(model, state, block))
+    monkeypatch.setattr(
+        cuda.GraphDecoder,
+        "_fold_layers",
+        lambda self, late: folds.add((self._room.stream.batch, late)) or fold(self, late),
+    )
+    engine = Engine(model, rows=3, speculate=False)
+    engine.warm_up()
+    assert isinstance(engine.decoder, cuda.GraphDecoder)
+    rooms = dict(engine.decoder._rooms)
+    assert rooms.keys() == {1, 2, 4}
+    assert folds >= {(1, False), (2, True), (2, False), (4, True), (4, False)}
+    engine.submit(Request(prompt=[5], max_tokens=3, n=3))
+    assert sum(len(output.tokens) for output in engine.run()) == 9
+    assert engine.decoder._rooms == rooms
 
 
 @pytest.mark.parametrize("constant", [0.0, 1.0])

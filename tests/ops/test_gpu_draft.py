@@ -3,12 +3,14 @@
 import importlib.util
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import gss
 from gss.decode import GREEDY, Engine, Request, Sampling
+from gss.decode.lookup import Lookup
 from gss.decode.sampler import NONE, Sampler, Settings
 from tests.ops.test_gpu_decode import DEVICES, KEYED, check_states, model_of, started
 
@@ -30,19 +32,20 @@ RIGHT = (7, 7, 7, 0, 3, 0, 1, 7, 5)
 
 
 class Scripted:
-    """In place of `Lookup`: drafts of the tokens to come, so many of them right."""
+    """In place of the look-up, as operations that a graph can hold: the tokens to come, so many of them right."""
 
-    def __init__(self, coming: Sequence[int]) -> None:
-        self.coming, self.read, self.drafted = list(coming), 0, 0
-        self.right = itertools.cycle(RIGHT)
+    def __init__(self, decoder: Any, coming: Sequence[int]) -> None:
+        self.draft, device = decoder._room.draft[0], decoder._room.stream.device
+        self.coming = torch.tensor([7, *coming, *[NONE] * 40], device=device)
+        self.right, self.turn = torch.tensor(RIGHT, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        self.start = self.draft._row.position.clone()
+        self.draft.look_up = self
 
-    def draft(self, most: int) -> list[int]:
-        right, coming = next(self.right), self.coming[self.read : self.read + most]
-        self.drafted = min(right, len(coming))
-        return [token if place < right else (token + 1) % 61 for place, token in enumerate(coming)]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.read += len(tokens)
+    def __call__(self) -> None:
+        column = torch.arange(8, device=self.turn.device)
+        token = self.coming[self.draft._row.position - self.start + column]
+        self.draft.given.copy_(torch.where(column > self.right[self.turn], (token + 1) % 61, token))
+        self.turn.copy_((self.turn + 1) % len(RIGHT))
 
 
 def speculating(model: gss.LanguageModel, state: gss.ModelState, settings: Settings):  # type: ignore[no-untyped-def]
@@ -71,26 +74,63 @@ def test_the_same_tokens_and_states(case: str, device: str) -> None:
     expected = speculating(model, state, settings).generate(count + 10)
     tokens = expected.tokens[:, 0].tolist()
     decoder = speculating(model, state, settings)
-    decoder._lookup = script = Scripted(tokens)
-    drawn, most = 0, 0
+    Scripted(decoder, tokens)
+    drawn, right = 0, itertools.cycle(RIGHT)
     while drawn < count:
         found = decoder.advance()
-        kept = [token for token in found.tokens[:, 0].tolist() if token != NONE]
+        places = found.tokens[:, 0] != NONE
+        kept = found.tokens[:, 0][places].tolist()
         assert kept == tokens[drawn : drawn + len(kept)]
         for score, other in zip(found.scores or (), expected.scores or (), strict=True):
-            assert torch.allclose(score[: len(kept), 0], other[drawn : drawn + len(kept), 0], atol=1e-3)
-        if "hybrid" not in case and (drawn + 1) % BLOCK:  # where a block ends, there is no room for a draft
-            assert len(kept) == script.drafted + 1
-        drawn, most = drawn + len(kept), max(most, len(kept))
+            assert torch.allclose(score[places, 0], other[drawn : drawn + len(kept), 0], atol=1e-3)
+        left = BLOCK - drawn % BLOCK
+        for each in places.view(-1, 8).sum(1).tolist():
+            fitting = min(1 + next(right), left)
+            assert each == fitting or (each < fitting and "hybrid" in case)  # a chunk's end cuts a draft, too
+            left, drawn = left - each, drawn + each
         after, length = decoder.state(), torch.tensor([[7, *tokens[: drawn - 1]]], device=device)
         with torch.no_grad():
             _, read = model(length, state)
         assert torch.equal(after.position, read.position)
         check_states(after, read, 2e-2 if "hybrid" in case else 5e-5)  # 1e-5 in the interpreter
         assert all(tensor.isfinite().all() for layer in after.layers for tensor in layer.values())
-    assert most >= 6
     # One by one from there.
     assert decoder.generate(3).tokens[:, 0].tolist() == tokens[drawn : drawn + 3]
+
+
+def looked_up(read: Sequence[int]) -> list[int]:
+    """The longest draft of the look-up on the host."""
+    lookup = Lookup(read)
+    for _ in range(2):
+        lookup.learn(1, 1)
+    return lookup.draft(7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_drafts_are_those_of_lookup(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In histories of all lengths, which repeat themselves, and one that has outgrown its room."""
+    from gss.ops.gpu import decode_launch
+
+    monkeypatch.setattr(decode_launch, "HISTORY", 100)
+    model = model_of(device, depth=1)
+    draft = speculating(model, model.initial_state(1), Settings())._room.draft[0]
+    found = 0
+    for length in (1, 2, 3, 4, 5, 7, 12, 30, 60, 99):
+        read = torch.randint(0, 3, (length,), device=device)
+        draft._row.tokens.copy_(read[-1:])
+        draft.remember(read)
+        draft.look_up()
+        expected = looked_up(read.tolist())
+        assert draft.given.tolist() == [int(read[-1]), *expected, *[NONE] * (7 - len(expected))]
+        found += bool(expected)
+    assert 3 <= found < 10
+    for _ in range(9):
+        more = torch.randint(0, 3, (20,), device=device)
+        draft.note(more)
+        read = torch.cat([read, more])
+    draft.look_up()
+    assert draft.given.tolist()[1:] == looked_up(read.tolist()[-100:])
+    assert int(draft._length) < 200
 
 
 def test_drafts_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +141,9 @@ def test_drafts_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(device, depth=1).eval()
     with torch.no_grad():
         model.embedding.weight[5:] *= 0.01  # few tokens, which repeat themselves
-    drafts, read_draft = [], gss.decode.cuda.GraphDecoder._read_draft
+    drafts, read = [], gss.decode.cuda.GraphDecoder._read_drafts
     monkeypatch.setattr(
-        gss.decode.cuda.GraphDecoder, "_read_draft", lambda self, work: drafts.append(work) or read_draft(self, work)
+        gss.decode.cuda.GraphDecoder, "_read_drafts", lambda self, work: drafts.append(work) or read(self, work)
     )
     monkeypatch.setattr("gss.decode.engine.decoder", lambda model, state: gss.decode.cuda.GraphDecoder(model, state))
     for options in ({"sampling": GREEDY, "logprobs": 1}, {"sampling": Sampling(repetition_penalty=1.3), "seed": 3}):
@@ -129,16 +169,17 @@ def test_rows_that_come_while_a_draft_is_read() -> None:
     _, state = started(model, 1)
     tokens = speculating(model, state, Settings()).generate(20).tokens[:, 0].tolist()
     decoder = speculating(model, state, Settings())
-    decoder._lookup = Scripted(tokens)
-    assert decoder.advance().tokens[:, 0].tolist() == tokens[:8]
+    Scripted(decoder, tokens)
+    drawn = decoder.advance().tokens[:, 0].tolist()  # a whole draft, what the block has room for, and nothing more
+    assert drawn == [*tokens[:11], *[NONE] * 21]
     decoder.join(state)
-    assert decoder._lookup is None
-    assert decoder.generate(1).tokens[:, 0].tolist() == tokens[8:9]
-    assert decoder.state().position.tolist() == [15, 7]
+    assert not decoder._drafting
+    assert decoder.generate(1).tokens[:, 0].tolist() == tokens[11:12]
+    assert decoder.state().position.tolist() == [18, 7]
     decoder.keep([0])
-    assert decoder.advance().tokens[:, 0].tolist() == tokens[9:17]
+    assert decoder.advance().tokens[:, 0].tolist() == tokens[12:20]
     with torch.no_grad():
-        _, read = model(torch.tensor([[7, *tokens[:16]]], device=device), state)
+        _, read = model(torch.tensor([[7, *tokens[:19]]], device=device), state)
     check_states(decoder.state(), read, 2e-2)
 
 
@@ -146,5 +187,5 @@ def test_models_that_cannot() -> None:
     """A matrix state and a sliding window are not taken back: such models read one by one."""
     model = model_of("cuda" if torch.cuda.is_available() else "cpu", **KEYED)
     decoder = speculating(model, model.initial_state(1), Settings())
-    assert decoder._lookup is None
+    assert not decoder._drafting
     assert (decoder.advance().tokens >= 0).all()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,23 +180,32 @@ def test_what_bodies_hold_is_bounded_in_all(model: gss.LanguageModel) -> None:
         assert connect(port, body).recv(65_536).startswith(b"HTTP/1.1 200")
 
 
+Message = dict[str, Any]
+
+
+async def post(app: Any, asked: Message, send: Callable[[Message], Awaitable[None]]) -> None:
+    """A request for a completion, without a network: the app is given what it sends by `send`."""
+    body = json.dumps(asked).encode()
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return received.pop() if received else await asyncio.sleep(60) or {"type": "http.disconnect"}
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+
+
 def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_UNREAD", 3)
-    body = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}).encode()
+    asked = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
 
     async def ask(app: Any) -> None:
-        received = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            return received.pop() if received else await asyncio.sleep(60) or {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.sleep(60)
-
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        task = asyncio.create_task(app(scope, receive, send))
+        task = asyncio.create_task(post(app, asked, send))
         idle = 0
         for _ in range(1000):  # until the engine has produced something and stood idle for a while
             await asyncio.sleep(0.01)
@@ -209,6 +218,33 @@ def test_nothing_is_produced_for_who_does_not_read(model: gss.LanguageModel, mon
     with engine_of(model) as engine:
         asyncio.run(ask(create_app(engine, name="tiny")))
         assert 0 < engine.metrics.generated_tokens.value < 8000
+
+
+def test_who_lags_gets_more_text_at_a_time(model: gss.LanguageModel) -> None:
+    """A stream of two continuations whose first event is read only when the others have come."""
+    asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 2, "seed": 3, "logprobs": 1}
+    events: list[Message] = []
+
+    async def send(message: Message) -> None:
+        content = message.get("body", b"").removeprefix(b"data: ").strip()
+        if content and content != b"[DONE]":
+            events.append(json.loads(content))
+            for _ in range(1000 if len(events) == 1 else 0):
+                await asyncio.sleep(0.01)
+                if not engine.outstanding:
+                    break
+
+    with engine_of(model, interval=0) as engine:
+        asyncio.run(post(create_app(engine, name="tiny"), asked, send))
+        streamed, events[:] = [event["choices"] for event in events], []
+        asyncio.run(post(create_app(engine, name="tiny"), {**asked, "stream": False}, send))
+    assert len(streamed) <= 4  # with one event per step and continuation, 400
+    for whole in events[0]["choices"]:
+        own = [choice for choices in streamed for choice in choices if choice["index"] == whole["index"]]
+        assert "".join(choice["text"] for choice in own) == whole["text"]
+        tokens = [token for choice in own for token in choice["logprobs"]["token_ids"]]
+        assert tokens == whole["logprobs"]["token_ids"]
+        assert own[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
 def test_what_scores_hold_is_bounded_in_all(model: gss.LanguageModel) -> None:

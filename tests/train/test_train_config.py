@@ -138,7 +138,7 @@ def test_goes_out_and_comes_back() -> None:
         (["parallel.context=0"], "parallel.context must be at least 1"),
         (["parallel.context=3"], r"length \(4096\) must be a multiple of parallel.context \(3\)"),
         (["parallel.context=4", "piece_tokens=90"], r"piece_tokens \(90\) must be a multiple of parallel.context"),
-        (["precision=fp8"], "choose from: auto, fp32, bf16"),
+        (["precision=fp4"], "choose from: auto, fp32, bf16, fp8"),
         (["optimizer.name=sgd"], "choose from: adamw, adafactor"),
         (["optimizer.schedule=linear"], "optimizer.schedule cannot be 'linear'; choose from: cosine, inverse_sqrt"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate must be over 0"),

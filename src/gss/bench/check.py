@@ -79,10 +79,10 @@ def _loss(model: LanguageModel, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_decoding(model: LanguageModel, name: str) -> Figure:
+def check_decoding(model: LanguageModel, name: str, rows: int = 2) -> Figure:
     """How far decoded logits are from the model's own in float64; refused where too far."""
     device = model.device
-    tokens = torch.randint(0, model.config.vocab_size, (2, 3 * BLOCK + 41), device=device)
+    tokens = torch.randint(0, model.config.vocab_size, (rows, 3 * BLOCK + 41), device=device)
     first = BLOCK + 17
     _, state = read(model, tokens[:, :first])
     with autocast(device):

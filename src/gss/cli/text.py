@@ -232,6 +232,8 @@ def serve_command(
     limits = Limits(**sizes, seconds=max_seconds, queue=queue)
     with console.status(f"loading {escape(str(run or NAME))}"):
         loaded = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
+    if loaded.model.device.type == "cuda":
+        console.print("[dim]warming up for batches of every size; the first time, kernels are compiled[/]")
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

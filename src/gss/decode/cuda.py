@@ -7,9 +7,9 @@ Rows have places in buffers for 1, 2, 4, 8, … rows (at first, for as many as t
 place and nothing moves; where there are too few places, or many more than rows, all rows change to other buffers.
 Buffers and their graphs are kept.
 
-A row that has been alone since it joined can speculate (`gss.decode.lookup`): a graph of its own reads the next token
-and a draft as if they were rows, draws after each, and moves the row on by what it keeps. The host learns how much
-that was when it comes back for more, which is when it looks for the next draft.
+A row that has been alone since it joined can speculate: a graph of its own looks up a draft, reads it and the next
+token as if they were rows, draws after each, and moves the row on by what it keeps, several times over. The host learns
+how much that was when it comes back for more.
 """
 
 import math
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from gss.decode.blocked import BLOCK, BlockedDecoder
-from gss.decode.lookup import Lookup
 from gss.decode.sampler import NONE, Draw, Sampler, Work
 from gss.model import LanguageModel
 from gss.nn.decoding import GPUPlan
 from gss.nn.gpu_plans import WIDEST, norm_pair
 from gss.nn.state import ModelState
-from gss.ops.gpu.decode_launch import DRAFT, Draft, Form, Stream, Tiles
+from gss.ops.gpu.decode_launch import DRAFT, HISTORY, Draft, Form, Stream, Tiles
 from gss.ops.gpu.gate import ACTIVATIONS
 from gss.ops.positions import sinusoid_frequencies
 
@@ -38,10 +37,10 @@ _LONGEST_BLOCK = 128
 _SPARSE = 4
 # Layers whose blocks are folded side by side.
 _BESIDE = 4
-# Tokens that reading a draft must give on average to be faster than reading one by one, and how many are read one by
-# one where there is no draft. (Of the 192M preset, 8 tokens at once take 1.5 times as long as one; the host, as well.)
-_PAYS = 2.0
-_BETWEEN = 4
+# Drafts in a graph, and tokens that one must give on average to be faster than reading one by one. (Of the 192M preset,
+# reading 8 tokens at once takes 1.5 times as long as reading one.)
+_DRAFTS = 4
+_PAYS = 1.7
 
 
 def plans(model: LanguageModel, block: int) -> list[GPUPlan]:
@@ -92,8 +91,8 @@ class GraphDecoder(BlockedDecoder):
     """
 
     stride = UNROLL
-    _lookup: Lookup | None = None  # of a row that speculates
-    _under_way: tuple[Tensor, torch.cuda.Event | None, bool] | None = None  # tokens; whether they are a draft's
+    _drafting = False  # whether the one row speculates
+    _under_way: tuple[Tensor, torch.cuda.Event | None] | None = None  # tokens of drafts
 
     @torch.no_grad()
     def __init__(
@@ -130,43 +129,35 @@ class GraphDecoder(BlockedDecoder):
     @torch.no_grad()
     def advance(self) -> Draw:
         self._settle()
-        lookup, work = self._lookup, self._sampler.work
-        if lookup is None or work.penalised:  # what a penalty has seen is not taken back
+        if not self._drafting:
             return self.generate(UNROLL)
-        draft, count = [], UNROLL
-        if self._gain >= _PAYS:
-            draft, count = lookup.draft(min(DRAFT, self._block.size - self._block.read) - 1), _BETWEEN
-        else:
-            self._gain += 0.1  # until it is tried again
-        if draft:
-            given = [NONE, *draft, *[NONE] * (DRAFT - 1 - len(draft))]
-            on_gpu = self._embedding.is_cuda
-            self._room.draft[0].given.copy_(torch.tensor(given, pin_memory=on_gpu), non_blocking=True)
-            drawn = self._run(("draft", work), lambda: self._read_draft(work)).map(torch.clone)
-        else:
-            drawn = self.generate(count)
+        work, draft = self._sampler.work, self._room.draft[0]
+        if self._gain < _PAYS:
+            self._gain += 0.05  # until it is tried again
+            drawn = self.generate(UNROLL)
+            draft.note(drawn.tokens[:, 0])
+            return drawn
+        drawn = self._run(("drafts", work), lambda: self._read_drafts(work)).map(torch.clone)
         tokens, ready = drawn.tokens[:, 0], None
         if tokens.is_cuda:
             tokens = torch.empty_like(tokens, device="cpu", pin_memory=True).copy_(tokens, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        self._under_way = tokens, ready, bool(draft)
+        self._under_way = tokens, ready
         return drawn
 
     @torch.no_grad()
     def _settle(self) -> None:
         if self._under_way is None:
             return
-        tokens, ready, drafted = self._under_way
+        tokens, ready = self._under_way
         self._under_way = None
         if ready is not None:
             ready.synchronize()
-        drawn = [token for token in tokens.tolist() if token != NONE]
-        if self._lookup is not None:
-            self._lookup.extend(drawn)
-        if drafted:
-            self._gain += 0.2 * (len(drawn) - self._gain)
-            self._count(len(drawn))
+        kept = (tokens.view(_DRAFTS, DRAFT) != NONE).sum(1).tolist()
+        self._gain += 0.4 * (sum(kept) / sum(map(bool, kept)) - self._gain)
+        self._room.draft[0].count(sum(kept))
+        self._count(sum(kept))
 
     @torch.no_grad()
     def state(self) -> ModelState:
@@ -178,7 +169,7 @@ class GraphDecoder(BlockedDecoder):
     def keep(self, rows: Sequence[int]) -> None:
         self._settle()
         if list(rows) != [0]:
-            self._lookup = None
+            self._drafting = False
         self._block.keep(rows)
         self._set_places([self._places[row] for row in rows])
         self._sampler.rows = [self._sampler.rows[row] for row in rows]
@@ -191,16 +182,19 @@ class GraphDecoder(BlockedDecoder):
             self._change_room(_power_of_two(self._block.rows))
         free = sorted(set(range(self._room.stream.batch)) - set(self._places))
         self._place(state, sampler, range(state.batch), tokens, free[: state.batch])
-        self._lookup, self._gain = None, 2 * _PAYS
-        if self.speculate and self._room.stream.batch == 1 and all(layer.drafts for layer in self._layers):
-            self._lookup = Lookup([*(read[0] if read else ()), *tokens.tolist()], DRAFT - 1)
+        able = self.speculate and self._room.stream.batch == 1 and all(layer.drafts for layer in self._layers)
+        self._drafting = able and not self._sampler.work.penalised  # what a penalty has seen is not taken back
+        if self._drafting:
+            self._gain = 2 * _PAYS
+            before = self._on_device(read[0][-HISTORY:] if read else [])
+            self._room.draft[0].remember(torch.cat([before, tokens]))
 
     def _place(
         self, state: ModelState, sampler: Sampler, rows: Sequence[int], tokens: Tensor, places: Sequence[int]
     ) -> None:
         """Put rows, and their settings from these rows of a sampler, into places of the room."""
         stream = self._room.stream
-        index = torch.tensor(places, dtype=torch.int64, device=stream.device)
+        index = self._on_device(places)
         stream.tokens[index], stream.position[index] = tokens, state.position
         stream.joined[index] = self._block.read
         alone = stream.batch == 1
@@ -209,11 +203,17 @@ class GraphDecoder(BlockedDecoder):
         for layer, held in zip(self._room.layers, state.layers, strict=True):
             layer.put(held, index, self._block)
         self._set_places([*self._places, *places])
-        stream.read.fill_((self._block.read - 1) % self._block.size)  # the place of the last token
+        stream.read.fill_(self._block.read - 1)  # the place of the last token
 
     def _set_places(self, places: list[int]) -> None:
         self._places = places
-        self._index = torch.tensor(places, dtype=torch.int64, device=self._embedding.device)
+        self._index = self._on_device(places)
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers on the device, without waiting for what it is doing."""
+        device = self._embedding.device
+        pinned = device.type == "cuda" and len(numbers) > 0
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
     def _enter(self, size: int) -> None:
         """Change to the empty buffers for this many rows."""
@@ -285,22 +285,26 @@ class GraphDecoder(BlockedDecoder):
             layer.launch()
         stream.head(self._norm, self._head)
 
-    def _read_draft(self, work: Work) -> Draw:
-        """Read the one row's next token and its draft, and keep what is drawn too: the tokens [DRAFT, 1] from there."""
+    def _read_drafts(self, work: Work) -> Draw:
+        """Read the one row's next token and a draft, and keep what is drawn too, as often as the block has room: the
+        tokens [_DRAFTS · DRAFT, 1] from there."""
         stream, layers = self._room.draft
-        stream.begin(self._embedding, self._wavenumber)
-        self._read(stream, layers)
-        drawn = Draw(torch.empty_like(stream.tokens))
-        if work.argmax:
-            stream.choose(drawn.tokens)
-        else:
-            drawn = self._room.sampler.draw(stream.logits, stream.position, work)
-        stream.accept(drawn.tokens)
-        return drawn.map(lambda part: part.unsqueeze(1))
+        parts = []
+        for _ in range(_DRAFTS):
+            stream.begin(self._embedding, self._wavenumber)
+            self._read(stream, layers)
+            parts.append(Draw(torch.empty_like(stream.tokens)))
+            if work.argmax:
+                stream.choose(parts[-1].tokens)
+            else:
+                parts[-1] = self._room.sampler.draw(stream.logits, stream.position, work)
+            stream.accept(parts[-1].tokens)
+        return Draw.join(parts, torch.cat).map(lambda part: part.unsqueeze(1))
 
     def _fold_layers(self, late: bool) -> Draw:
         """Fold the blocks of all layers, some side by side."""
         layers, device = self._room.layers, self._embedding.device
+        self._room.stream.read.fill_(-1)
         if device.type != "cuda":
             for layer in layers:
                 layer.fold(late)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from gss.decode.blocked import BlockedDecoder, decoder
+from gss.decode.blocked import BLOCK, BlockedDecoder, decoder
 from gss.decode.prefill import PartialPrompt, Prefill, PrefixCache, score_lists
 from gss.decode.request import Finish, Output, Request, Score
 from gss.decode.sampler import NONE, Draw, Sampler, Settings
@@ -74,9 +74,9 @@ class _Fetched:
             if not row.gone:
                 own: list[Score] = []
                 if (wanted := row.request.logprobs) is not None:
-                    own = [(log, top[:wanted]) for log, top in score_lists(*(part[place] for part in scores))]
-                drawn = [token for token in tokens[place] if token != NONE]
-                yield row, row.accept(drawn, own[: len(drawn)])
+                    given = zip(tokens[place], score_lists(*(part[place] for part in scores)), strict=True)
+                    own = [(log, top[:wanted]) for token, (log, top) in given if token != NONE]
+                yield row, row.accept([token for token in tokens[place] if token != NONE], own)
 
 
 class Engine:
@@ -176,6 +176,23 @@ class Engine:
         """All outputs of the requests, until the last of them has ended."""
         while self.admit() or self._running:
             yield from self.prefill() if len(self.prompts) else self.step()
+
+    def warm_up(self) -> None:
+        """Decode two blocks in batches of every size, with a row that joins late, before there are requests: later none
+        waits for kernels to be compiled."""
+        prompts, self.prompts = self.prompts, Prefill(self.model, PrefixCache(0), self.prompts.piece)
+        size = 0
+        while size < self.max_rows:
+            size = min(max(1, 2 * size), self.max_rows)
+            for place in range(size):
+                self.submit(Request(prompt=[0] * 16, max_tokens=2 * BLOCK + 2 * self.decoder.stride, seed=place))
+                if place == size - 2:
+                    self.admit()
+                    self.prefill()
+                    self.step()
+            for _ in self.run():
+                pass
+        self.prompts = prompts
 
     def reset(self) -> None:
         """Forget every request: what is left to do after an error."""

@@ -16,11 +16,11 @@ _LONGEST = 7
 class Lookup:
     """The tokens of one row, the next that it reads included, and drafts of what comes after."""
 
-    def __init__(self, tokens: Iterable[int] = (), length: int = 2) -> None:
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens = [*tokens][-_HISTORY:]
         self._after: dict[tuple[int, ...], int] = {}  # where each run of tokens was followed by something, last
         self._indexed = _GRAM
-        self._length = length
+        self._length = 2
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Note what was drawn."""

@@ -162,7 +162,7 @@ class Prefill:
     """The prompts that are being read."""
 
     def __init__(self, model: LanguageModel, cache: PrefixCache, piece: int) -> None:
-        self._model, self._cache, self._piece = model, cache, piece
+        self._model, self._cache, self.piece = model, cache, piece
         self._device = model.device
         self._state_bytes = model.initial_state(1).nbytes
         self.bounded = model.bounded_state
@@ -181,7 +181,7 @@ class Prefill:
     @property
     def fullness(self) -> float:
         """How much of a piece there is to read, up to 1."""
-        return min(1.0, sum(len(prompt.tokens) - prompt.at for prompt in self._waiting) / self._piece)
+        return min(1.0, sum(len(prompt.tokens) - prompt.at for prompt in self._waiting) / self.piece)
 
     def add(self, request: Request) -> None:
         """Begin a prompt."""
@@ -225,7 +225,7 @@ class Prefill:
             size = min(len(other.tokens), len(prompt.tokens))
             differ = np.flatnonzero(other.tokens[:size] != prompt.tokens[:size])
             shared = int(differ[0]) if len(differ) else size
-            mark = shared if shared == len(other.tokens) else shared // self._piece * self._piece
+            mark = shared if shared == len(other.tokens) else shared // self.piece * self.piece
             if mark > max(best, other.at) and other.request.state is None:
                 best, prompt.leader = mark, (other, mark)
         if prompt.leader:
@@ -238,7 +238,7 @@ class Prefill:
         """
         first = unread[0]
         size = self._end(first) - first.at
-        room = max(1, self._piece // size)
+        room = max(1, self.piece // size)
         for prompt in unread:
             alone = prompt.request.score_prompt or first.request.score_prompt
             fits = self._end(prompt) - prompt.at == size and (self.bounded or _read(prompt) == _read(first))
@@ -248,7 +248,7 @@ class Prefill:
 
     def _end(self, prompt: PartialPrompt) -> int:
         """Where the next piece ends: pieces end at multiples of their size, so that equal prefixes meet."""
-        return min(prompt.at // self._piece * self._piece + self._piece, len(prompt.tokens))
+        return min(prompt.at // self.piece * self.piece + self.piece, len(prompt.tokens))
 
     def _read(self, group: list[PartialPrompt]) -> None:
         size = self._end(group[0]) - group[0].at
@@ -268,7 +268,7 @@ class Prefill:
             prompt.at += size
             prompt.state = state if len(group) == 1 else state.select([row])
             prompt.logits = logits[row : row + 1].clone()
-            spacing = self._piece * max(1, -(-(len(prompt.tokens) // self._piece) // _CACHED))
+            spacing = self.piece * max(1, -(-(len(prompt.tokens) // self.piece) // _CACHED))
             useful = prompt.done or prompt.at in prompt.marks or prompt.at % spacing == 0
             if prompt.request.state is None and useful:
                 self._cache.put(prompt.tokens[: prompt.at], Entry(prompt.state, prompt.logits))

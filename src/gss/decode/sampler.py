@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 class Draw(NamedTuple):
     """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for.
 
-    Of a draft that was not kept whole, the last tokens are `NONE`.
+    Of drafts that were not kept whole, the last tokens of each are `NONE`.
     """
 
     tokens: Tensor

@@ -21,7 +21,7 @@ from gss.nn.windows import as_ring, in_order
 from gss.ops import cpu
 from gss.ops.products import MOST_ROWS
 from gss.ops.state_space import carried_output, final_state, transition
-from gss.ops.vandermonde import powers
+from gss.ops.vandermonde import exponential, powers
 
 if TYPE_CHECKING:
     from gss.nn.attention import TransformerBlock
@@ -205,7 +205,7 @@ class BlockedStateSpace(nn.Module):
             age: Tensor | int = block.read
             if any(block.joined):
                 age = age - torch.tensor(block.joined, device=signal.device)[:, None, None]
-            return torch.exp(self._log_a * age), added
+            return exponential(self._log_a * age), added
 
 
 class _Cache:

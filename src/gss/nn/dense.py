@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from gss.choices import ACTIVATIONS, NORMS, load
 from gss.config import ModelConfig
+from gss.ops.gate import gate_in_fp8
 from gss.ops.norm import normalize
 
 
@@ -48,6 +49,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = normalize(self.norm, x)
+        y = None if self.gated is None else normed
+        if (out := gate_in_fp8(normed, y, self.inner, self.gated, self.outer, self.activation)) is not None:
+            return x + self.dropout(out)
         hidden = ACTIVATIONS[self.activation](self.inner(normed))
         if self.gated is not None:
             hidden = hidden * self.gated(normed)

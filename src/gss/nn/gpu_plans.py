@@ -21,6 +21,7 @@ from gss.ops.gpu import decode, decode_batch, decode_mixers
 from gss.ops.gpu.decode_launch import Mixing, Pair, Stream, pad
 from gss.ops.positions import rotary_frequencies
 from gss.ops.state_space import carried_output, carried_state, final_state
+from gss.ops.vandermonde import exponential
 
 WIDEST = 4096
 """The widest vector that a kernel holds at once."""
@@ -43,7 +44,7 @@ class GSSPlan(GPUPlan):
         with torch.autocast(space.skip.device.type, enabled=False):
             self.readout, self.log_a = space.discretized()
             taps = space.taps(block)
-            power = torch.exp(self.log_a[0] * torch.arange(block + 1, device=taps.device).unsqueeze(-1))  # [W + 1, N]
+            power = exponential(self.log_a[0] * torch.arange(block + 1, device=taps.device).unsqueeze(-1))  # [W + 1, N]
         self.taps = taps.T.float().contiguous()  # [W, H]
         self.power = torch.stack([power.real, power.imag]).flip(1)  # [2, W + 1, N]: a^(W−j), in float64
         self.into = self.power.float()
@@ -210,7 +211,7 @@ class GSS2Plan(GPUPlan):
         self.output, self.taps = dense_pair(layer.output), layer.short.taps.detach().float()
         self.heads, self.modes, self.values = space.heads, space.modes, layer.value.out_features // space.heads
         rate = space.rate()
-        step = torch.exp(torch.complex(*rate))
+        step = exponential(torch.complex(*rate))
         self.step = torch.stack([step.real, step.imag]).float()  # [2, h, N]
         self.energy = torch.sqrt(-torch.expm1(2 * rate[0])).float()  # [h, N]
         self.skip, self.scale = space.skip.detach().float(), layer.output_scale.detach().float()

@@ -143,7 +143,7 @@ class DiagonalStateSpace(StateSpace):
             before = None if state is None else torch.view_as_complex(state)
             if u.shape[1] == 1:
                 before = readout.new_zeros(u.shape[0], *readout.shape) if before is None else before
-                y, after = step(u[:, 0], before, readout, torch.exp(log_a))
+                y, after = step(u[:, 0], before, readout, transition(log_a, log_a.dtype))
                 y = (y + self.skip.to(y.dtype) * u[:, 0]).unsqueeze(1)
                 return y, torch.view_as_real(after) if keep_state else None
             y = convolve(u, kernel(readout, log_a, u.shape[1], self.skip))

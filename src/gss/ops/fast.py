@@ -23,6 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _enabled = os.environ.get("GSS_FAST", "1") != "0"
+_fp8 = False
 
 
 @contextmanager
@@ -47,14 +48,16 @@ def usable(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Do what the first kernel on a device would wait for, in a thread beside other work: importing the kernels, and
-    launching one, for which Triton loads its driver and hashes itself. Nothing where kernels cannot run.
+    """Do what the first kernels on a device would wait for, in a thread beside other work: importing ours, launching
+    one, for which Triton loads its driver and hashes itself, and a product, for which cuBLAS is set up. Nothing where
+    kernels cannot run.
     """
     if usable(device):
         from gss.ops.gpu import decode_launch, long, transpose  # noqa: F401
 
         with torch.no_grad():
-            transpose.swapped(torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device))
+            some = torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device)
+            transpose.swapped(some)[0] @ some[0]
 
 
 def half(tensor: Tensor) -> torch.dtype | None:
@@ -66,6 +69,35 @@ def half(tensor: Tensor) -> torch.dtype | None:
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type):
         return torch.get_autocast_dtype(tensor.device.type)
     return None
+
+
+@contextmanager
+def in_fp8() -> Iterator[None]:
+    """Inside, products that have an 8-bit path take it, where they would have taken a 16-bit kernel's."""
+    global _fp8
+    before, _fp8 = _fp8, True
+    try:
+        yield
+    finally:
+        _fp8 = before
+
+
+def fp8() -> bool:
+    """Whether 8-bit products are wanted. Not a thread's own: autograd runs what is recomputed in another thread."""
+    return _fp8
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse a device that has no products in 8 bits, or no kernels around them."""
+    needs = "precision=fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper and later)"
+    if device.type != "cuda":
+        raise ValueError(f"{needs}, and the device is {device.type!r}: use bf16 or fp32")
+    with torch.cuda.device(device):
+        if not usable(device):
+            raise ValueError(f"{needs}, Triton, and GSS_FAST not set to 0: use bf16")
+        major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 9):
+        raise ValueError(f"{needs}, and this one has {major}.{minor}: use bf16")
 
 
 def without_gradients() -> bool:

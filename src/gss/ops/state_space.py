@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gss.choices import DISCRETIZATIONS
-from gss.ops.vandermonde import evaluate, project
+from gss.ops.vandermonde import evaluate, exponential, project
 
 
 def eigenvalues(log_decay: Tensor, frequency: Tensor, imaginary: str) -> Tensor:
@@ -126,7 +126,7 @@ def carried_state(state: Tensor, log_decay: Tensor) -> Tensor:
     Roundings then average out over millions of tokens, where a rounded factor would turn and shrink a slow mode the
     same wrong way each time and drift in proportion to their number.
     """
-    return (torch.exp(log_decay) * state).to(state.dtype)
+    return (exponential(log_decay) * state).to(state.dtype)
 
 
 def step(signal: Tensor, state: Tensor, readout: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,4 +141,4 @@ def step(signal: Tensor, state: Tensor, readout: Tensor, a: Tensor) -> tuple[Ten
 
 def transition(log_a: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(log_a) in `dtype`, the exponential itself taken in float64."""
-    return torch.exp(log_a).to(dtype)
+    return exponential(log_a).to(dtype)

@@ -39,6 +39,11 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
     return _Project.apply(values, log_a)
 
 
+def exponential(z: Tensor) -> Tensor:
+    """e^z of complex numbers, for which a GPU's `torch.exp` would be compiled when it is first called."""
+    return torch.polar(z.real.exp(), z.imag)
+
+
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """exp(log_a)^k for k < count, [..., N, count] complex, of real and imaginary parts in `dtype`.
 
@@ -47,7 +52,7 @@ def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """
     tile = max(1, math.isqrt(max(count - 1, 0)) + 1)
     exponents = torch.arange(tile, device=log_a.device), torch.arange(0, count, tile, device=log_a.device)
-    inner, outer = (torch.exp(log_a.unsqueeze(-1) * each).to(dtype.to_complex()) for each in exponents)
+    inner, outer = (exponential(log_a.unsqueeze(-1) * each).to(dtype.to_complex()) for each in exponents)
     return (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2)[..., :count]
 
 

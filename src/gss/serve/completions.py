@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -258,22 +258,32 @@ class ActiveCompletion:
                 yield [self._choice(number, Piece(index, prompt.text)) for index in range(self._n)]
         going = len(self._jobs) * self._n
         while going:
-            number, piece = await self._pieces.get()
-            if piece.failure:
-                raise _FAILURES[piece.failure]()
-            prompt = self._prompts[number]
-            if piece.prompt_scores:
-                scores = piece.prompt_scores[prompt.added :]
-                first = await beside(len(scores), partial(self._choice, number, Piece(0, prompt.text, scores=scores)))
-                yield [{**first, "index": first["index"] + index} for index in range(self._n)]
-                continue
-            if self._first_at is None:
-                self._first_at = time.monotonic()
-                self._engine.metrics.first_token_seconds.observe(self._first_at - self._arrived)
-            self._produced += piece.tokens
-            yield [self._choice(number, piece, len(prompt.text) if echo else 0)]
-            going -= piece.finish is not None
+            for number, piece in await self._come():
+                if piece.failure:
+                    raise _FAILURES[piece.failure]()
+                prompt = self._prompts[number]
+                if piece.prompt_scores:
+                    scores = piece.prompt_scores[prompt.added :]
+                    first = await beside(
+                        len(scores), partial(self._choice, number, Piece(0, prompt.text, scores=scores))
+                    )
+                    yield [{**first, "index": first["index"] + index} for index in range(self._n)]
+                    continue
+                if self._first_at is None:
+                    self._first_at = time.monotonic()
+                    self._engine.metrics.first_token_seconds.observe(self._first_at - self._arrived)
+                self._produced += piece.tokens
+                yield [self._choice(number, piece, len(prompt.text) if echo else 0)]
+                going -= piece.finish is not None
         self._engine.metrics.request_seconds.observe(time.monotonic() - self._arrived)
+
+    async def _come(self) -> Iterable[tuple[int, Piece]]:
+        """What has come, as one piece of each continuation: a client that lags gets more text in an event."""
+        waiting, found = self._pieces, dict[tuple[Any, ...], tuple[int, Piece]]()
+        for number, piece in [await waiting.get(), *(waiting.get_nowait() for _ in range(waiting.qsize()))]:
+            key = number, piece.index, piece.failure, bool(piece.prompt_scores)
+            found[key] = number, found[key][1].followed_by(piece) if key in found else piece
+        return found.values()
 
     def _choice(self, number: int, piece: Piece, base: int = 0) -> dict[str, Any]:
         """A piece of one of a prompt's continuations; `base` is where its text starts."""

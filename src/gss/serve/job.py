@@ -37,6 +37,11 @@ class Piece:
     failure: Failure | None = None  # set on a job's last piece when it could not be completed
     prompt_scores: tuple[TokenScore, ...] = ()
 
+    def followed_by(self, later: "Piece") -> "Piece":
+        """Two pieces of one continuation as one."""
+        text, tokens, scores = self.text + later.text, self.tokens + later.tokens, self.scores + later.scores
+        return Piece(self.index, text, tokens, scores, later.finish, later.failure)
+
 
 @dataclass(kw_only=True, eq=False)
 class Job(Request):

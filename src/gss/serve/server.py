@@ -233,6 +233,8 @@ def serve(
         engine, name=name, preset=loaded.preset, step=loaded.step, limits=limits, api_key=api_key, hosts=own_names
     )
     server = HttpServer(app, engine, limits, drain_seconds)
+    if loaded.model.device.type == "cuda":
+        engine.core.warm_up()
     with listening(host, port) as listener:
         # For a signal before uvicorn handles it, and because uvicorn raises it again when it has shut down.
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))

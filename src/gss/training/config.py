@@ -152,8 +152,10 @@ class TrainConfig(Checked):
     eos_first: bool = False
     """Whether rows that begin inside a document also begin with the end-of-document id, as prompts do. Without it, a
     model of long documents takes every prompt for the beginning of one, such as a title page."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 means autocast: parameters, states and state-space arithmetic stay fp32. auto: bf16 on a GPU, else fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """bf16 means autocast: parameters, states and state-space arithmetic stay fp32. fp8 is bf16 with the wide products
+    of GSS and feed-forward layers and the head's gradients in 8 bits, on GPUs that have them. auto: bf16 on a GPU, else
+    fp32."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

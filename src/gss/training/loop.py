@@ -97,8 +97,12 @@ def train(
 
 
 def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfig, precision: str) -> dict[int, float]:
-    """Nats per token at each configured length; lengths beyond the longest document are reduced to it."""
+    """Nats per token at each configured length; lengths beyond the longest document are reduced to it.
+
+    In bf16 where training is in fp8: as whoever uses the model will read.
+    """
     report = config.report
+    precision = "bf16" if precision == "fp8" else precision
     longest = longest_document(dataset, report.evaluate_tokens)
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
     result = evaluate(model, dataset, lengths, max_tokens=report.evaluate_tokens, precision=precision)
@@ -173,7 +177,7 @@ class _Run:
         self._last_row: dict[str, Any] | None = None
         self._data_stamps = data_stamps(dataset)
         self._flops = 3 * flops_per_token(config.model, config.length)
-        self._peak = matmul_rate(world.device, torch.bfloat16 if self.stepper.precision == "bf16" else torch.float32)
+        self._peak = matmul_rate(world.device, torch.float32 if self.stepper.precision == "fp32" else torch.bfloat16)
         self._clock = time.perf_counter()
         self._saved_at: int | None = None
         self._resume(set(allow))

@@ -17,7 +17,7 @@ from gss.model import LanguageModel
 from gss.nn.block_recurrent import RecurrentLayer
 from gss.nn.state import ModelState
 from gss.pieces import LossModule, Rows, accumulate
-from gss.precision import resolved, running
+from gss.precision import resolved_for_training, running
 from gss.training.config import TrainConfig
 from gss.training.distributed import World, gradients_synced, prepare_layers, shard
 from gss.training.optim import build_optimizer, clip_gradients, set_learning_rates
@@ -65,7 +65,7 @@ class Stepper:
             )
         self.model, self.config, self.world = model.to(world.device), config, world
         self._compiled_length: int | None = None
-        self.precision = resolved(config.precision, self.model)
+        self.precision = resolved_for_training(config.precision, self.model)
         self.lanes: ModelState | None = None
         prepare_layers(self.model, config)
         self._module: nn.Module = LossModule(self.model)

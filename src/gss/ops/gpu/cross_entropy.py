@@ -13,11 +13,21 @@ def cross_entropy_(logits: Tensor, targets: Tensor, uncounted: int) -> Tensor:
 
     Rows whose target is `uncounted` have neither loss nor gradient.
     """
+    return _launch(logits, targets, uncounted, None)
+
+
+def losses_and_normalizers(logits: Tensor, targets: Tensor, uncounted: int) -> tuple[Tensor, Tensor]:
+    """The losses, and the logarithm of each row's sum of exponentials; the logits stay as they are."""
+    normalizers = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return _launch(logits, targets, uncounted, normalizers), normalizers
+
+
+def _launch(logits: Tensor, targets: Tensor, uncounted: int, normalizers: Tensor | None) -> Tensor:
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _cross_entropy_kernel[(rows,)](
-        logits, targets, losses, uncounted, logits.stride(0),
+        logits, targets, losses, normalizers, uncounted, logits.stride(0),
         vocabulary, BLOCKS=triton.cdiv(vocabulary, block), BLOCK=block, num_warps=8,
     )  # fmt: skip
     return losses
@@ -25,8 +35,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, uncounted: int) -> Tensor:
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, targets, losses, uncounted, stride, vocabulary, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, losses, normalizers, uncounted, stride, vocabulary, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Losses, and the gradient in the place of the logits, or else the normalizers."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)
@@ -46,10 +57,13 @@ def _cross_entropy_kernel(
     normalizer = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
     chosen = tl.load(start + target).to(tl.float32)
     tl.store(losses + row, tl.where(counts, normalizer - chosen, 0.0))
-    tl.debug_barrier()  # the chosen logit is read before it is written over
-    for i in range(BLOCKS):
-        at = i * BLOCK + column
-        x = tl.load(start + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp(x - normalizer) - tl.where(at == target, 1.0, 0.0)
-        gradient = tl.where(counts, gradient, 0.0)
-        tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)
+    if normalizers is not None:
+        tl.store(normalizers + row, normalizer)
+    else:
+        tl.debug_barrier()  # the chosen logit is read before it is written over
+        for i in range(BLOCKS):
+            at = i * BLOCK + column
+            x = tl.load(start + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+            gradient = tl.exp(x - normalizer) - tl.where(at == target, 1.0, 0.0)
+            gradient = tl.where(counts, gradient, 0.0)
+            tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)

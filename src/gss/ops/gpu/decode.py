@@ -106,7 +106,7 @@ def earlier_outputs(
 @triton.jit
 def embed_rows(
     tokens_at, counters_at, read_at, embedding_at, wavenumber_at, x_at,
-    V, E: tl.constexpr, W, COUNTERS: tl.constexpr, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    V, E: tl.constexpr, COUNTERS: tl.constexpr, SINUSOIDS: tl.constexpr, E_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x [B, E] for the next tokens, a program per row; moves counters [COUNTERS, B] and the place in the block on.
 
@@ -131,7 +131,7 @@ def embed_rows(
         counter_at = counters_at + counter * tl.num_programs(0) + row
         tl.store(counter_at, tl.load(counter_at) + 1)
     if row == 0:
-        tl.store(read_at, (tl.load(read_at) + 1) % W)
+        tl.store(read_at, tl.load(read_at) + 1)
 
 
 @triton.jit
@@ -262,14 +262,47 @@ def choose_next(
 
 
 @triton.jit
+def find_draft(
+    tokens_at, history_at, length_at, given_at, B, B_PAD: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """B tokens [B] to give to one sequence: its next, and what followed when its last three tokens came before.
+
+    That is `gss.decode.lookup` in a history that ends with the next token; −2 where there is nothing.
+    """
+    ready(OVERLAP)
+    length = tl.load(length_at).to(tl.int32)
+    known = length > 3
+    first = tl.load(history_at + length - 3, mask=known, other=0)
+    second = tl.load(history_at + length - 2, mask=known, other=0)
+    third = tl.load(history_at + length - 1, mask=known, other=0)
+    last = length - 1  # the place after the three tokens, at most
+    start = tl.full((), 0, tl.int32)
+    while (last >= 3) & (start == 0):
+        place = last - tl.arange(0, SPAN)
+        there = place >= 3
+        same = tl.load(history_at + place - 3, mask=there, other=-1) == first
+        same &= tl.load(history_at + place - 2, mask=there, other=-1) == second
+        same &= tl.load(history_at + place - 1, mask=there, other=-1) == third
+        start = tl.max(tl.where(same & there, place, 0), 0)
+        last -= SPAN
+    column = tl.arange(0, B_PAD)
+    drafted = (start > 0) & (column > 0)
+    place = start + (column - 1) % (length - start)  # what repeats itself goes on doing so
+    token = tl.load(history_at + place, mask=drafted, other=-2)
+    token = tl.where(column == 0, tl.load(tokens_at), token)
+    tl.store(given_at + column, token, mask=column < B)
+
+
+@triton.jit
 def accept_draft(
-    given_at, drawn_at, tokens_at, counters_at, read_at,
-    B, COUNTERS: tl.constexpr, B_PAD: tl.constexpr, COUNTERS_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    given_at, drawn_at, tokens_at, counters_at, read_at, history_at, length_at,
+    B, W, COUNTERS: tl.constexpr, B_PAD: tl.constexpr, COUNTERS_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """How many of B tokens that one sequence was given [B] it goes on from: the first, and those drawn [B] before them.
 
-    A token is taken back, too, where nothing could be drawn after it. What was drawn last is the next token; the
-    counters and the place in the block, until now those of the first token, follow. −2 replaces what was drawn beyond.
+    A token is taken back, too, where nothing could be drawn after it, or the block of W ends before it: all of them if
+    the block was full. What was drawn last is the next token; the counters and the place in the block, until now those
+    of the first token, follow, and the history. −2 replaces what was drawn beyond.
     """
     column = tl.arange(0, B_PAD)
     counter = tl.arange(0, COUNTERS_PAD)
@@ -278,9 +311,13 @@ def accept_draft(
     before = tl.load(drawn_at + column - 1, mask=(column > 0) & (column < B), other=-1)
     drawn = tl.load(drawn_at + column, mask=column < B, other=-1)
     kept = (column == 0) | ((given == before) & (drawn >= 0))
-    count = tl.min(tl.where(kept, B_PAD, column), 0)
-    tl.store(tokens_at, tl.sum(tl.where(column == count - 1, drawn, 0), 0))
+    place = tl.load(read_at)
+    count = tl.minimum(tl.min(tl.where(kept, B_PAD, column), 0), W - place)
+    tl.store(tokens_at, tl.sum(tl.where(column == count - 1, drawn, 0), 0), mask=count > 0)
     tl.store(drawn_at + column, tl.where(column < count, drawn, -2), mask=column < B)
     read = tl.load(counters_at + counter, mask=counter < COUNTERS, other=0)
     tl.store(counters_at + counter, read + count, mask=counter < COUNTERS)
-    tl.store(read_at, tl.load(read_at) + count - 1)
+    tl.store(read_at, place + count - 1)
+    length = tl.load(length_at)
+    tl.store(history_at + length + column, drawn, mask=column < count)
+    tl.store(length_at, length + count)

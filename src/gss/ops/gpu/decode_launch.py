@@ -20,7 +20,11 @@ Pair = tuple[Tensor, Tensor]
 DRAFT = 8
 """Tokens of one row that are read at once: the next, and drafted ones after it."""
 
+HISTORY = 1 << 16
+"""Tokens that drafts are looked up in."""
+
 _MOST_COUNTERS = 256
+_MOST_NEW = 64  # tokens that are drawn before the host counts them, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,7 @@ class Stream:
         self._counted = 1
         self.tokens = self.room(batch, dtype=torch.int64)
         self.counters = self.room(_MOST_COUNTERS, batch, dtype=torch.int64)  # the first row: positions
-        self.read = self.room(1, dtype=torch.int32)  # the place in the block of the last token
+        self.read = self.room(1, dtype=torch.int32)  # the place in the block of the last token; −1: none
         self.joined = self.room(batch, dtype=torch.int32)  # where in the block each row came
         self.x, self.normed = self.room(batch, form.width), self.room(batch, form.width, dtype=self._between)
         self._partial = self.room(tiles.splits, batch, form.width)
@@ -184,7 +188,7 @@ class Stream:
         E = self.form.width
         decode.embed_rows[(self.batch,)](
             tokens, self.counters, self.read, embedding, self.counters if wavenumber is None else wavenumber,
-            self.x, embedding.shape[0], E, self.form.block,
+            self.x, embedding.shape[0], E,
             COUNTERS=self._counted, SINUSOIDS=wavenumber is not None, E_PAD=pad(E), **self.launch(early=early),
         )  # fmt: skip
 
@@ -284,7 +288,8 @@ class Draft(Stream):
     """DRAFT successive tokens of a row that is alone on its stream, as the rows of this one, to read at once.
 
     They work on the state and the counters of their row. What is taken back lies beyond the cursors and is written
-    over. All activations are float32, as for one row: what is drawn would differ too often otherwise.
+    over. All activations are float32, as for one row: what is drawn would differ too often otherwise. The tokens after
+    the next are looked up in what the row has read, which is kept here.
     """
 
     def __init__(self, row: Stream, vocab_size: int, tiles: Tiles) -> None:
@@ -293,20 +298,48 @@ class Draft(Stream):
         super().__init__(row.form, DRAFT, vocab_size, tiles, row.device)
         self._row, self.read = row, row.read
         self.given = self.room(DRAFT, dtype=torch.int64)  # the first is the row's own; −2: none
+        self._history, self._length = self.room(2 * HISTORY, dtype=torch.int64), self.room(1, dtype=torch.int64)
+        self._noted = 0  # how long it is, as far as the host knows
         self._ahead = torch.arange(DRAFT, device=row.device)
 
     def begin(self, embedding: Tensor, wavenumber: Tensor | None) -> None:
-        """Begin with the row's next token, and the drafted tokens `given` after it."""
+        """Begin with the row's next token, and drafted ones after it."""
         torch.add(self._row.counters, self._ahead, out=self.counters)
-        self.given[:1].copy_(self._row.tokens)
+        self.look_up()
         self.embed(self.given, embedding, wavenumber, early=False)
+
+    def look_up(self) -> None:
+        """Find the tokens to be `given`."""
+        decode.find_draft[(1,)](
+            self._row.tokens, self._history, self._length, self.given, DRAFT, B_PAD=pad(DRAFT), SPAN=2048,
+            **self.launch(early=False) | {"num_warps": 8},
+        )  # fmt: skip
+
+    def remember(self, tokens: Tensor) -> None:
+        """Begin the history anew."""
+        self._noted = 0
+        self.note(tokens[-HISTORY:])
+
+    def note(self, tokens: Tensor) -> None:
+        """Add tokens that were read without a draft."""
+        self._history[self._noted : self._noted + len(tokens)] = tokens
+        self.count(len(tokens))
+        self._length.fill_(self._noted)
+
+    def count(self, tokens: int) -> None:
+        """Learn that the history has so many tokens more; where it is full, its beginning is forgotten."""
+        self._noted += tokens
+        if self._noted > len(self._history) - _MOST_NEW:
+            self._history[:HISTORY] = self._history[self._noted - HISTORY : self._noted].clone()
+            self._noted = HISTORY
+            self._length.fill_(HISTORY)
 
     def accept(self, drawn: Tensor) -> None:
         """Move the row on by the tokens that were drawn as they were drafted; −2 in place of what was drawn beyond."""
         row = self._row
         decode.accept_draft[(1,)](
-            self.given, drawn, row.tokens, row.counters, row.read,
-            DRAFT, self._counted, B_PAD=pad(DRAFT), COUNTERS_PAD=pad(self._counted),
+            self.given, drawn, row.tokens, row.counters, row.read, self._history, self._length,
+            DRAFT, self.draft, self._counted, B_PAD=pad(DRAFT), COUNTERS_PAD=pad(self._counted),
             **self.launch(early=False) | {"num_warps": 1},
         )  # fmt: skip
 

@@ -1,0 +1,122 @@
+"""Matrices in 8 bits: how tensors are cast, and how two of them are multiplied.
+
+e4m3 has three bits of mantissa and reaches from 2⁻⁹ to 448; e5m2 has two, from 2⁻¹⁶ to 57,344. Parameters and
+activations are kept in the first, gradients, whose sizes differ more, in the second. Each tensor has one `unit`, the
+number that a 1 in it stands for (each row its own where the kernel that writes it has the whole row). No unit is kept
+from one step to the next: it comes from the largest magnitude of the tensor itself, or from a bound that holds for it.
+
+A Hopper tensor core contracts the last dimension of both operands and no other. What a backward product contracts
+another dimension of is therefore written twice: as rows [M, K], and as columns [K, M] with M up to a multiple of 16.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MOST = {E4M3: 448.0, E5M2: 57344.0}
+LEAST = tl.constexpr(1e-30)
+"""Taken for the largest magnitude of a tensor of zeros."""
+MULTIPLE = 16
+"""Of this are the sizes that `_scaled_mm` takes."""
+_TILE = {"BM": 64, "BN": 64, "num_warps": 4}
+
+
+class Narrow(NamedTuple):
+    """A matrix in 8 bits."""
+
+    rows: Tensor
+    """[M, K]."""
+    columns: Tensor
+    """[K, M], M rounded up by zeros."""
+    unit: Tensor
+    """[], float32."""
+
+
+def cast(x: Tensor, most: Tensor, kind: torch.dtype = E4M3) -> Narrow:
+    """A contiguous matrix [M, K], of which `most` is the largest magnitude, or not below it."""
+    height, width = x.shape
+    padded = rounded_up(height)
+    rows = torch.empty(height, width, dtype=kind, device=x.device)
+    columns = torch.empty(width, padded, dtype=kind, device=x.device)
+    unit = torch.empty((), device=x.device)
+    grid = (triton.cdiv(width, _TILE["BN"]), triton.cdiv(padded, _TILE["BM"]))
+    _cast_kernel[grid](x, most, rows, columns, unit, height, padded, width, LIMIT=MOST[kind], **_TILE)
+    return Narrow(rows, columns, unit)
+
+
+def narrowed(x: Tensor) -> Narrow:
+    """A matrix in e4m3 that is small enough to look for its largest magnitude first."""
+    x = x.contiguous()
+    return cast(x, torch.linalg.vector_norm(x, torch.inf))
+
+
+def rounded_up(size: int) -> int:
+    """The next multiple of 16."""
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def fits(*sizes: int) -> bool:
+    """Whether dense layers between these widths can be multiplied in 8 bits."""
+    return not any(size % MULTIPLE for size in sizes)
+
+
+def product(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, fast: bool = True) -> Tensor:
+    """a·bᵀ in bfloat16, for a [M, K] and b [N, K] in 8 bits; units are [], or [M, 1] and [1, N].
+
+    `fast` sums with fewer bits than float32 has (Hopper), which a sum over all tokens of a step should not. Where
+    there is no such product, on a CPU, it is made in float64, which autocast leaves alone.
+    """
+    if a.device.type == "cuda":
+        return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return ((a.double() @ b.double().t()) * (a_unit * b_unit)).bfloat16()
+
+
+@triton.jit
+def unit_of(most, LIMIT: tl.constexpr):
+    """What 1 stands for where the largest magnitude stands for LIMIT. Not a number if that is none."""
+    return tl.maximum(most.to(tl.float32), LEAST, propagate_nan=tl.PropagateNan.ALL) / LIMIT
+
+
+@triton.jit
+def in_units(x, per_unit, kind: tl.constexpr, LIMIT: tl.constexpr):
+    """x in 8 bits, with the reciprocal of its unit; saturates, and keeps what is not a number."""
+    return tl.clamp(x * per_unit, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(kind)
+
+
+@triton.jit
+def store_both(
+    value, rows, columns, m, n, height, padded, width, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """A tile from [m, n] on into rows [height, width], unless they are None, and into columns [width, padded]."""
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    if rows is not None:
+        across = rows + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
+        if EVEN:
+            tl.store(across, value)
+        else:
+            tl.store(across, value, mask=(m + i < height)[:, None] & (n + j < width)[None, :])
+    down = columns + n.to(tl.int64) * padded + m + j[:, None] * padded + i[None, :]
+    if EVEN:
+        tl.store(down, tl.trans(value))
+    else:
+        tl.store(down, tl.trans(value), mask=(n + j < width)[:, None] & (m + i < padded)[None, :])
+
+
+@triton.jit
+def _cast_kernel(
+    x, most, rows, columns, unit_out, height, padded, width, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    m, n = tl.program_id(1) * BM, tl.program_id(0) * BN
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    inside = (m + i < height)[:, None] & (n + j < width)[None, :]
+    tile = x + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
+    value = tl.load(tile, mask=inside, other=0.0).to(tl.float32)
+    unit = unit_of(tl.load(most), LIMIT)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(unit_out, unit)
+    value = in_units(value, tl.div_rn(1.0, unit), rows.dtype.element_ty, LIMIT)
+    store_both(value, rows, columns, m, n, height, padded, width, False, BM, BN)
