@@ -69,11 +69,7 @@ def test_eval_of_one_document_says_so(folders: tuple[Path, Path], tmp_path: Path
 def test_eval_shows_the_papers_figures(folders: tuple[Path, Path], tmp_path: Path) -> None:
     data, run = folders
     config = json.loads((run / "config.json").read_text())
-    named = tmp_path / "named"
-    named.mkdir()
-    for item in run.iterdir():
-        if item.name != "config.json":
-            (named / item.name).symlink_to(item)
+    named = shutil.copytree(run, tmp_path / "named")
     (named / "config.json").write_text(json.dumps({**config, "preset": "gss"}))
     table = call("eval", named, "--data", data, "--lengths", "64,512")
     assert "PG-19" in table

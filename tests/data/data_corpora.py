@@ -3,8 +3,9 @@
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from gss.data import open_dataset, read_manifest
+from gss.data import SourceOptions, load_tokenizer, open_dataset, prepare, read_manifest
 
 WORDS = ["state", "space", "gate", "the", "a", "long", "range", "model", "été", "größer", "données", "文字", "of", "x"]
 
@@ -34,6 +35,12 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, to compare two folders byte by byte."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def prepared(source: Path | str, out: Path, **options: Any) -> dict[str, dict[str, str]]:
+    """The contents of a corpus of bytes, prepared with these options of its sources."""
+    prepare([str(source)], out, load_tokenizer("bytes"), options=SourceOptions(**options), workers=1)
+    return contents(out)
 
 
 def contents(folder: Path) -> dict[str, dict[str, str]]:

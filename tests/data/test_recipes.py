@@ -9,16 +9,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from data_corpora import contents, write_files
+from data_corpora import contents, prepared, write_files
 
-from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest, sources
+from gss.data import load_tokenizer, prepare, read_manifest, sources
 
 BYTES = load_tokenizer("bytes")
-
-
-def prepared(recipe: str, out: Path, **options: object) -> dict[str, dict[str, str]]:
-    prepare([recipe], out, BYTES, options=SourceOptions(**options), workers=1)  # type: ignore[arg-type]
-    return contents(out)
 
 
 def test_pg19_as_published(tmp_path: Path, texts: list[str]) -> None:

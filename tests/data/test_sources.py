@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from data_corpora import contents, make_text, write_files
+from data_corpora import contents, make_text, prepared, write_files
 
 from gss.data import SourceOptions, load_tokenizer, prepare, read_manifest
 from gss.data.chunks import CHUNK
@@ -30,11 +30,6 @@ def compress(path: Path, data: bytes, ending: str) -> Path:
     else:
         target.write_bytes(data)
     return target
-
-
-def prepared(source: Path | str, out: Path, **options: object) -> dict[str, dict[str, str]]:
-    prepare([str(source)], out, BYTES, options=SourceOptions(**options), workers=1)  # type: ignore[arg-type]
-    return contents(out)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".xz", ".zst"])

@@ -147,10 +147,7 @@ def test_bad_folders(exported: Path, run: Path, tmp_path: Path, monkeypatch: pyt
         hf.export_run(run, tmp_path / "out", step=3)
     with pytest.raises(ValueError, match="not an exported model"):
         hf.import_folder(tmp_path, tmp_path / "out")
-    (tmp_path / "broken").mkdir()
-    for path in exported.glob("*.*"):
-        (tmp_path / "broken" / path.name).write_bytes(path.read_bytes())
-    weights = tmp_path / "broken" / "model.safetensors"
+    weights = copied(exported, tmp_path / "broken") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="cannot be read"):
         hf.import_folder(tmp_path / "broken", tmp_path / "out")

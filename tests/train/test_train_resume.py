@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import FAMILIES, final_files, losses, run, small_config
+from train_runs import FAMILIES, final_files, losses, run, small_config, window_config
 
+import gss
 from gss.data import load_tokenizer
 from gss.io import checkpoint
 from gss.training import loop, train
 from gss.training.step import Stepper
+from tests.conftest import WINDOW_FAMILIES
 from tests.making import make_corpus, stop_in_step
 
 
@@ -51,6 +53,24 @@ def test_forty_steps_with_stops_at_random_steps(
         short = run(replace(config, late_length=None), corpus, tmp_path / "short")
         assert short[:24] == straight[:24]
         assert short[24:] != straight[24:]
+
+
+@pytest.mark.parametrize("family", WINDOW_FAMILIES)
+def test_transformers_on_windows_resume_and_are_used(corpus: Path, tmp_path: Path, family: str) -> None:
+    """With dropout: a run that stops and goes on ends with the bytes of the one that did not."""
+    config = window_config(family, model__dropout=0.1, steps=12, optimizer__learning_rate=0.03)
+    straight = run(config, corpus, tmp_path / "straight")
+    assert straight[-1] < straight[0] - 0.5
+    stopped = shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
+    for step in (12, 8):
+        shutil.rmtree(stopped / "checkpoints" / f"step-{step:08d}")
+    assert run(config, corpus, stopped) == straight
+    assert final_files(stopped, 12) == final_files(tmp_path / "straight", 12)
+    lm = gss.load(stopped)
+    assert lm.step == 12
+    assert not lm.model.training
+    assert all(row.loss < 6 for row in gss.evaluate(lm, corpus, [16, 64], max_tokens=256, piece=24).rows)
+    assert lm.generate("ab", max_tokens=20, seed=1) == lm.generate("ab", max_tokens=20, seed=1)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(

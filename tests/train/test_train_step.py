@@ -61,6 +61,15 @@ def test_micro_batches_and_pieces_change_nothing_but_rounding(
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.parametrize("family", ["rec-fixed-skip", "feedback-lstm-single"])
+def test_micro_batches_of_transformers_on_windows(corpus: Path, family: str) -> None:
+    dataset = open_dataset(corpus, "train")
+    whole = _losses(window_config(family), dataset, 5, torch.float64)
+    assert _losses(window_config(family, micro_batch_tokens=32), dataset, 5, torch.float64) == pytest.approx(
+        whole, rel=1e-9
+    )
+
+
 def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(corpus: Path) -> None:
     dataset = open_dataset(corpus, "train")
     long = as_tensors(Segments(dataset, 64, 3).batch(0))
