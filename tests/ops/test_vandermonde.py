@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gss.ops.vandermonde import evaluate, powers, project
+from gss.ops.vandermonde import evaluate, exponential_by_parts, powers, project
 from tests.comparing import assert_close, relative_error
 
 LENGTHS = (1, 2, 3, 17, 64, 101, 1021)
@@ -58,3 +58,14 @@ def test_powers_keep_their_phase_in_float32() -> None:
     log_a = torch.complex(torch.full((1, 4), -1e-6), torch.tensor([[0.1, 3.0, 20.0, 5e3]])).to(torch.complex128)
     count = 70_001
     assert (powers(log_a, count, torch.float32) - vandermonde(log_a, count)).abs().max() < 1e-6
+
+
+def test_exponentials_by_parts() -> None:
+    """Values and gradients of `torch.exp`, also where they are next to nothing."""
+    z = torch.complex(-torch.logspace(-6, 3, 40, dtype=torch.float64), torch.linspace(-1e5, 1e5, 40).double())
+    found = []
+    for function in (exponential_by_parts, torch.exp):
+        leaf = z.clone().requires_grad_()
+        value = function(leaf)
+        found.append(torch.stack([value.detach(), *torch.autograd.grad(value.real.sum() + 2 * value.imag.sum(), leaf)]))
+    assert torch.allclose(*found, rtol=1e-13, atol=0)

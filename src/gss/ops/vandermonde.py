@@ -41,7 +41,13 @@ def project(values: Tensor, log_a: Tensor) -> Tensor:
 
 def exponential(z: Tensor) -> Tensor:
     """e^z of complex numbers, for which a GPU's `torch.exp` would be compiled when it is first called."""
-    return torch.polar(z.real.exp(), z.imag)
+    return exponential_by_parts(z) if z.is_cuda else z.exp()
+
+
+def exponential_by_parts(z: Tensor) -> Tensor:
+    """The same by real functions. (The gradient of `torch.polar` is infinite where the result is next to nothing.)"""
+    size, angle = z.real.exp(), z.imag
+    return torch.complex(size * angle.cos(), size * angle.sin())
 
 
 def powers(log_a: Tensor, count: int, dtype: torch.dtype) -> Tensor:
