@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from experiments.data_speed import bench_data
 from gss.cli import app
+from gss.data import open_dataset
 
 runner = CliRunner()
 
@@ -55,6 +56,8 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     assert "left out: 1 duplicate (c/c.tex)" in result.output
     assert "no document is held out" in result.output
     assert "note: 1 files were not read (1 .md)" in result.output
+    with pytest.raises(ValueError, match=r"has no split 'valid' but train: .* larger share for that \(--valid\)"):
+        open_dataset(tmp_path / "out", "valid")
     shown = runner.invoke(app, ["data", str(tmp_path / "out")])
     assert "LOSSY: it changes or drops newlines, runs of spaces" in shown.output
 
