@@ -52,6 +52,8 @@ TEMPERATURE = 0.8  # what `gss generate` samples with
 PROBE_STEPS = 60
 # Seconds kept for what follows training: rounding, scoring five million tokens at four lengths, the card.
 AFTER_TRAINING = 100.0
+# Seconds kept for saving a run that goes on in the next call.
+SAVING = 20.0
 # The share of the measured speed that is counted on, as evaluations, samples and checkpoints take time too.
 CAUTION = 0.93
 TRIAL_DOCUMENTS, TRIAL_STEPS = 6, 12
@@ -158,7 +160,7 @@ def probe(arguments: argparse.Namespace, data: Path, compiled: bool, seconds: fl
     """Tokens a second of a short run, and what starting it took beside its steps; an error after so many seconds."""
     run = arguments.work / f"probe-compile-{str(compiled).lower()}"
     shutil.rmtree(run, ignore_errors=True)
-    quick = [f"steps={PROBE_STEPS}", "report.log_every=20", "report.evaluate_every=0", "report.sample_every=0"]
+    quick = [f"steps={PROBE_STEPS}", "report.log_every=20", "report.evaluate_every=0"]
     started = time.monotonic()
     line = command(arguments, data, run, [*quick, f"compile={str(compiled).lower()}"])
     try:
@@ -203,6 +205,11 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
     return decided
 
 
+def _asked(arguments: argparse.Namespace) -> bool:
+    """Whether the number of steps does not depend on the time of this call."""
+    return bool(arguments.steps or arguments.train_minutes)
+
+
 def _keep(work: Path, decided: dict[str, Any]) -> None:
     (work / "plan.json").write_text(json.dumps(decided, indent=1) + "\n")
 
@@ -214,13 +221,15 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
         f"steps={steps}",
         f"compile={str(decided['compile']).lower()}",
         f"report.evaluate_every={max(1, steps // 3)}",
-        f"report.sample_every={max(1, steps // 3)}",
-        f"checkpoint.every={max(1, steps // 6)}",
+        f"checkpoint.every={max(1, steps // 12)}",
     ]
+    if decided.get("complete"):
+        return float(decided["minutes"])
     started = time.monotonic()
+    kept = SAVING if _asked(arguments) else AFTER_TRAINING
     process = subprocess.Popen(command(arguments, data, arguments.work / "run", settings))
     try:
-        code = process.wait(timeout=max(1.0, clock.left - AFTER_TRAINING))
+        code = process.wait(timeout=max(1.0, clock.left - kept))
     except subprocess.TimeoutExpired:
         clock.say("the time for training is up: saving what there is")
         process.send_signal(signal.SIGTERM)
@@ -335,8 +344,10 @@ def main() -> None:
     clock.say(f"{decided['steps']:,} steps, compile {decided['compile']}")
     minutes = train(arguments, data, decided, clock)
     clock.say("trained")
-    if not decided["complete"] and (arguments.steps or arguments.train_minutes):
+    if _asked(arguments) and not decided["complete"]:
         sys.exit("there are steps left, and they were asked for: give the same command again")
+    if _asked(arguments) and clock.left < AFTER_TRAINING:
+        sys.exit("trained, with too little time left to score it: give the same command again")
     if (arguments.out / "config.json").exists():
         shutil.rmtree(arguments.out)
     box, run = write_box(arguments.work / "run", arguments.out), arguments.work / "run"

@@ -1,5 +1,6 @@
 """The model in the box: how it is written, how it is used where no run is named, and the one that ships."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import gss
+from experiments import box as making
 from experiments.box_card import FIELDS, card
 from experiments.box_export import CARD, MOST_BYTES, folder_size, write_box, write_card
 from experiments.box_export import FACTS as FACTS_FILE
@@ -89,6 +91,31 @@ def test_the_recipe_fits() -> None:
     assert {"gss2", "attention"} == set(run.model.layers)
     assert run.eos_first
     assert run.steps * run.optimizer.state_space_learning_rate <= 1  # slow modes stay slow
+
+
+def test_training_goes_on_in_the_next_call_and_is_not_done_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = argparse.Namespace(work=tmp_path, steps=50, train_minutes=None, trial=False)
+    decided: dict[str, Any] = {"steps": 50, "compile": False, "probes": []}
+
+    def call(program: str, minutes: float) -> dict[str, Any]:
+        monkeypatch.setattr(making, "command", lambda *_: [sys.executable, "-c", program])
+        taken = making.train(arguments, tmp_path, decided, making.Clock(minutes))
+        kept = json.loads((tmp_path / "plan.json").read_text())
+        assert kept["minutes"] == taken
+        return dict(kept)
+
+    saves = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
+    stopped = call(saves, (making.SAVING + 3) / 60)
+    done = call("pass", 1)
+    assert not stopped["complete"]
+    assert done["complete"]
+    assert done["minutes"] > stopped["minutes"] > 2.9 / 60
+    assert call("raise SystemExit(1)", 1) == done  # not run again
+    decided["complete"] = False
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        call("raise SystemExit(1)", 1)
 
 
 def test_matrices_are_int8_and_the_rest_is_float32(folders: tuple[Path, Path, Path]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.data_speed import bench_data
 from gss.cli import app
+from gss.data import open_dataset
 from tests.making import call
 
 
@@ -47,6 +48,8 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     assert "left out: 1 duplicate (c/c.tex)" in printed
     assert "no document is held out" in printed
     assert "note: 1 files were not read (1 .md)" in printed
+    with pytest.raises(ValueError, match=r"has no split 'valid' but train: .* larger share for that \(--valid\)"):
+        open_dataset(tmp_path / "out", "valid")
     assert "LOSSY: it changes or drops newlines, runs of spaces" in call("data", tmp_path / "out")
 
 

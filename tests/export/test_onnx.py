@@ -15,7 +15,7 @@ import gss
 from gss.config import override
 from gss.data import load_tokenizer
 from gss.export import export_onnx, export_page
-from gss.export.model import build, shapes
+from gss.export.model import build, rings, shapes
 from gss.nn.quantized import quantize
 from tests.conftest import Command
 from tests.making import save_run
@@ -59,9 +59,10 @@ def session(made: onnx.ModelProto | Path) -> onnxruntime.InferenceSession:
 
 
 def logits(
-    opened: onnxruntime.InferenceSession, sizes: dict[str, tuple[int, ...]], ids: list[int], pieces: tuple[int, ...]
+    opened: onnxruntime.InferenceSession, model: gss.LanguageModel, ids: list[int], pieces: tuple[int, ...]
 ) -> torch.Tensor:
     """The logits [L, V] of a text that is read in pieces, each from the state that the one before it left."""
+    sizes = shapes(model)
     state = {"position": np.zeros(1, np.int64), **{name: np.zeros(size, np.float32) for name, size in sizes.items()}}
     names = [output.name for output in opened.get_outputs()]
     found, start = [], 0
@@ -69,8 +70,13 @@ def logits(
         given = {"tokens": np.array(ids[start : start + size]), **state}
         answer = dict(zip(names, opened.run(None, given), strict=True))
         found.append(torch.from_numpy(answer.pop("logits")))
-        state = {name.removeprefix("next."): value for name, value in answer.items()}
-        start += size
+        after = {name.removeprefix("next."): value for name, value in answer.items()}
+        for name in rings(model):
+            ring, rows = state[name], after[name]
+            assert rows.shape == (size, *ring.shape[1:])
+            ring[(start + np.arange(size)) % len(ring)] = rows
+            after[name] = ring
+        state, start = after, start + size
     assert state["position"].tolist() == [len(ids)] == [start]
     return torch.cat(found)
 
@@ -85,7 +91,7 @@ def test_pieces_of_any_length_give_the_models_logits(name: str) -> None:
     assert expected.std() > 0.1
     assert "DFT" not in {node.op_type for node in made.graph.node}
     assert {node.domain for node in made.graph.node} == {""}
-    found = logits(session(made), shapes(model), ids.tolist(), SIZES)
+    found = logits(session(made), model, ids.tolist(), SIZES)
     assert (found - expected).abs().max() <= TOLERANCE
 
 
@@ -97,14 +103,15 @@ def test_the_box_step_by_step_and_in_chunks(tmp_path: Path) -> None:
     folder = export_onnx("box", tmp_path / "box")
     with torch.inference_mode():
         expected = lm.model(torch.tensor([ids]))[0][0]
-    opened, sizes = session(folder / "model.onnx"), shapes(lm.model)
+    opened = session(folder / "model.onnx")
     assert len(ids) > 550  # past the end of a chunk of its attention
     for pieces in ((1,) * len(ids), (64,) * (len(ids) // 64)):
-        assert (logits(opened, sizes, ids, pieces) - expected).abs().max() <= TOLERANCE
+        assert (logits(opened, lm.model, ids, pieces) - expected).abs().max() <= TOLERANCE
     weights = sum(parameter.numel() for parameter in lm.model.parameters())
     assert (folder / "model.onnx").stat().st_size < 2.5 * weights  # its matrices are bf16, and stay so in the file
     about = json.loads((folder / "model.json").read_text())
-    assert {name: list(size) for name, size in sizes.items()} == about["state"]
+    assert {name: list(size) for name, size in shapes(lm.model).items()} == about["state"]
+    assert about["rings"] == [f"layers.{i}.{name}" for i in (1, 5) for name in ("keys", "values")]
     assert (about["eos_id"], about["parameters"]) == (lm.tokenizer.eos_id, weights)
     assert load_tokenizer(folder / "vocabulary").hash == lm.tokenizer.hash
 
@@ -127,7 +134,7 @@ def test_packed_weights_stay_packed_in_the_file(weights: str, most: float) -> No
     ids = torch.arange(100)
     with torch.inference_mode():
         expected = unpacked(ids[None])[0][0]
-    assert (logits(session(made), shapes(model), ids.tolist(), (64, 36)) - expected).abs().max() <= TOLERANCE
+    assert (logits(session(made), model, ids.tolist(), (64, 36)) - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(

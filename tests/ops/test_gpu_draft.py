@@ -116,7 +116,7 @@ def test_the_drafts_are_those_of_lookup(device: str, monkeypatch: pytest.MonkeyP
     draft = speculating(model, model.initial_state(1), Settings())._room.draft[0]
     found = 0
     for length in (1, 2, 3, 4, 5, 7, 12, 30, 60, 99):
-        read = torch.randint(0, 3, (length,), device=device)
+        read = torch.randint(0, 3, (length,)).to(device)
         draft._row.tokens.copy_(read[-1:])
         draft.remember(read)
         draft.look_up()

@@ -42,9 +42,9 @@ def _correct_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounded(x: Tensor, most: Tensor, kind: torch.dtype = fp8.E4M3) -> Tensor:
-    """x after a cast to 8 bits, in float64."""
-    unit = most.double().clamp(min=1e-30) / fp8.MOST[kind]
-    return (x.double() / unit).clamp(-fp8.MOST[kind], fp8.MOST[kind]).float().to(kind).double() * unit
+    """x after a cast to 8 bits, in float64; with a kernel's own division, so that ties fall to the same side."""
+    unit = most.float().clamp(min=1e-30) / fp8.MOST[kind]
+    return (x.float() * (1 / unit)).clamp(-fp8.MOST[kind], fp8.MOST[kind]).to(kind).double() * unit.double()
 
 
 @pytest.mark.parametrize("kind", [fp8.E4M3, fp8.E5M2])
@@ -60,8 +60,17 @@ def test_casts(height: int, width: int, kind: torch.dtype) -> None:
     assert not found.columns.float()[:, height:].any()
 
 
+def test_parameters_are_rounded_to_16_bits_first() -> None:
+    x = draw(70, 48)
+    found, expected = fp8.narrowed(x), fp8.cast(x.bfloat16(), x.bfloat16().abs().amax())
+    assert x.dtype == torch.float32
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.float(), b.float())
+    assert torch.equal(found.columns.float()[:, :70], found.rows.float().t())
+
+
 def test_casts_saturate_and_keep_what_is_not_a_number() -> None:
-    x = torch.tensor([[1.0, -5.0, 1e9, torch.inf, torch.nan, 0.0, 2e-3, -3e35]], device=DEVICE)
+    x = torch.tensor([[1.0, -5.0, 1e9, torch.inf, torch.nan, 0.0, 2e-3, -3e35]], device=DEVICE).bfloat16()
     found = (lambda cast: cast.rows.float() * cast.unit)(fp8.cast(x, torch.tensor(1.0, device=DEVICE)))
     assert found[0, :4].tolist() == [1.0, -1.0, 1.0, 1.0]
     assert found[0, 4].isnan()
@@ -69,7 +78,7 @@ def test_casts_saturate_and_keep_what_is_not_a_number() -> None:
     with np.errstate(invalid="ignore"):
         for most in (torch.nan, torch.inf):  # a sum that has gone wrong stays visible
             assert not fp8.cast(x, torch.tensor(most, device=DEVICE)).unit.isfinite()
-    zeros = fp8.cast(torch.zeros(3, 16, device=DEVICE), torch.tensor(0.0, device=DEVICE))
+    zeros = fp8.cast(torch.zeros(3, 16, device=DEVICE).bfloat16(), torch.tensor(0.0, device=DEVICE))
     assert not zeros.rows.float().any()
 
 
@@ -80,9 +89,10 @@ class Drawn:
         half = torch.bfloat16
         self.x = draw(tokens, width, kind=half)
         self.y = draw(tokens, narrow, kind=half, scale=2.0)
-        self.gate = draw(wide, width, scale=width**-0.5)
-        self.context = draw(wide, narrow, scale=narrow**-0.5)
-        self.output = draw(width, wide, scale=wide**-0.5)
+        # Parameters in 32 bits, which a cast rounds to 16 first; the references round once.
+        self.gate = draw(wide, width, kind=half, scale=width**-0.5).float()
+        self.context = draw(wide, narrow, kind=half, scale=narrow**-0.5).float()
+        self.output = draw(width, wide, kind=half, scale=wide**-0.5).float()
         self.biases = [draw(wide, scale=0.3), draw(wide, scale=0.3)] if biased else [None, None]
         self.grad = draw(tokens, width, kind=half, scale=1e-5) * torch.rand(tokens, 1, device=DEVICE).bfloat16() ** 8
 
@@ -184,7 +194,10 @@ def test_no_gradient_beside_large_ones_is_lost() -> None:
 def test_head(rows: int, vocabulary: int) -> None:
     """Losses are not rounded to 8 bits; gradients are, against float64 with the same roundings and without any."""
     width, scale = 48, 0.25
-    hidden, weight = draw(rows, width, kind=torch.bfloat16, scale=4.0), draw(vocabulary, width)
+    hidden, weight = (
+        draw(rows, width, kind=torch.bfloat16, scale=4.0),
+        draw(vocabulary, width, kind=torch.bfloat16).float(),
+    )
     targets = torch.randint(0, vocabulary, (rows,), device=DEVICE)
     targets[rows // 2 + 1 :: 3] = -100
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]

@@ -77,7 +77,8 @@ def test_a_run_without_end_on_a_cpu_is_warned_of(
     config = small_config("gss", steps=steps, optimizer__learning_rate=0.01)
     run = loop._Run(config, open_dataset(corpus, "train"), RunFolder(tmp_path), World(torch.device("cpu")), (), False)
     run._introduce()
-    assert ("days on this CPU" in " ".join(capsys.readouterr().out.split())) == warned
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("days on this CPU" in said) == ("micro_batch_tokens=" in said) == warned
 
 
 def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

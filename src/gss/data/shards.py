@@ -209,7 +209,8 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     root = Path(folder)
     manifest = read_manifest(root)
     if split not in manifest.splits:
-        raise ValueError(f"{root} has no split {split!r} but {', '.join(manifest.splits)}")
+        hint = f": prepare it with a larger share for that (--{split})" if split in ("valid", "test") else ""
+        raise ValueError(f"{root} has no split {split!r} but {', '.join(manifest.splits)}{hint}")
     facts = manifest.splits[split]
     for name, stated in facts["files"].items():
         path = root / name

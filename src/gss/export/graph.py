@@ -63,7 +63,7 @@ class Graph:
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 128 else object()
         if key not in self._known:
             self._known[key] = self._name()
-            self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), self._known[key]))
+            self._constants.append(numpy_helper.from_array(np.asarray(array, order="C"), self._known[key]))
         return self._known[key]
 
     def whole(self, *numbers: int) -> str:
@@ -99,11 +99,16 @@ class Graph:
         scaled = self("Mul", groups, self.constant(each.contiguous().numpy()))
         return self("Reshape", scaled, self.whole(packed.outputs, packed.inputs))
 
-    def dense(self, x: str, layer: nn.Linear) -> str:
-        """A dense layer: [L, I] → [L, O]."""
-        # Transposed when the file is loaded: the product of a single row is fastest with the inputs first.
-        weight = self("Transpose", self.matrix(layer), perm=[1, 0])
-        return self("Gemm", x, weight, *([] if layer.bias is None else [self.parameter(layer.bias)]))
+    def dense(self, x: str, *layers: nn.Linear, plus: str | None = None) -> str:
+        """Dense layers that read the same input, their outputs side by side: [L, I] → [L, O]; `plus` is added."""
+        # Joined and transposed when the file is loaded: the product of a single row is fastest with the inputs first.
+        weights = [self.matrix(layer) for layer in layers]
+        joined = weights[0] if len(layers) == 1 else self("Concat", *weights, axis=0)
+        added = [plus] if plus else []
+        if layers[0].bias is not None:
+            bias = self.constant(torch.cat([layer.bias.detach().cpu().float() for layer in layers]).numpy())
+            added = [self("Add", plus, bias) if plus else bias]
+        return self("Gemm", x, self("Transpose", joined, perm=[1, 0]), *added)
 
     def norm(self, x: str, layer: nn.LayerNorm | nn.RMSNorm) -> str:
         """A norm over the last dimension."""
@@ -111,12 +116,13 @@ class Graph:
         if isinstance(layer, nn.LayerNorm):
             return self("LayerNormalization", x, scale, self.parameter(layer.bias), epsilon=layer.eps)
         assert layer.eps is not None
-        return self("Mul", self.rms(x, layer.eps), scale)
+        return self.rms(x, layer.eps, scale)
 
-    def rms(self, x: str, epsilon: float) -> str:
-        """Vectors divided by their root mean square."""
-        mean = self("ReduceMean", self("Mul", x, x), self.whole(-1))
-        return self("Div", x, self("Sqrt", self("Add", mean, self.number(epsilon))))
+    def rms(self, x: str, epsilon: float, scale: str) -> str:
+        """Vectors divided by their root mean square, times a scale, as onnxruntime fuses it into one node."""
+        mean = self("ReduceMean", self("Pow", x, self.number(2.0)), self.whole(-1))
+        normal = self("Div", x, self("Sqrt", self("Add", mean, self.number(epsilon))))
+        return self("Mul", normal, scale)
 
     def activation(self, x: str, name: str) -> str:
         """One of `gss.choices.ACTIVATIONS`."""

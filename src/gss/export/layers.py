@@ -33,9 +33,25 @@ class Piece:
     def __init__(self, graph: Graph, tokens: str, position: str) -> None:
         self.count = graph("Shape", tokens)  # L, as one number
         self.position = position
-        self.last = graph("Sub", self.count, graph.whole(1))
+        self.last = graph("Sub", graph("Size", tokens), graph.constant(np.array(1)))  # a scalar, to take table rows by
         self.places = graph("Add", graph.first(np.arange(LONGEST), self.count, 0), position)  # [L]
-        self._visible: dict[Any, str] = {}
+        self._known: dict[Any, Any] = {}
+
+    def windows(self, graph: Graph, taps: int) -> str:
+        """Where each token and those before it are in a piece that `taps` − 1 tokens precede: [L, taps]."""
+        if taps not in self._known:
+            table = np.arange(LONGEST)[:, None] + np.arange(taps)
+            self._known[taps] = graph.first(table, self.count, 0)
+        return str(self._known[taps])
+
+    def rotations(self, graph: Graph, base: float, width: int) -> list[str]:
+        """Factors [L, 1, d] for `_turned` that turn queries and keys to their positions."""
+        key = (base, width)
+        if key not in self._known:
+            cos, sin = waves(graph, self, base ** -(np.arange(width // 2) / (width // 2)))
+            both = graph("Concat", cos, cos, axis=1), graph("Concat", graph("Neg", sin), sin, axis=1)
+            self._known[key] = [graph("Unsqueeze", wave, graph.whole(1)) for wave in both]
+        return list(self._known[key])
 
     def visible(self, graph: Graph, layer: TransformerBlock) -> str:
         """Which slots of the cache and tokens of the piece each token attends to: [L, W + L].
@@ -43,8 +59,8 @@ class Piece:
         Caches are rings: slot s holds the newest token read whose place is s modulo W. Tokens of an earlier chunk
         that a layer on chunks finds there are not seen.
         """
-        key = (layer.chunk, layer.sliding)
-        if key not in self._visible:
+        key = (layer.chunk, layer.sliding, "seen")
+        if key not in self._known:
             assert layer.reach is not None
             window, one = graph.whole(layer.reach), graph.whole(1)
             newest = graph("Sub", self.position, one)
@@ -57,17 +73,8 @@ class Piece:
                 near = graph("Equal", graph("Div", places, window), graph("Div", own, window))
             else:
                 near = graph("Greater", places, graph("Sub", own, window))
-            self._visible[key] = graph("And", near, graph("LessOrEqual", places, own))
-        return self._visible[key]
-
-    def kept(self, graph: Graph, cache: str, new: str, window: int) -> str:
-        """The cache [W, …] with the tokens of the piece [L, …] written to their slots."""
-        places = self.places
-        if window < LONGEST:
-            newest = graph.whole(-window), graph.whole(1 << 60), graph.whole(0)
-            places, new = graph("Slice", places, *newest), graph("Slice", new, *newest)
-        slots = graph.reshaped(graph("Mod", places, graph.whole(window)), -1, 1)
-        return graph("ScatterND", cache, slots, new)
+            self._known[key] = graph("And", near, graph("LessOrEqual", places, own))
+        return str(self._known[key])
 
 
 def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -85,8 +92,13 @@ def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     raise ValueError(f"{type(layer).__name__} has no ONNX export: {_EXPORTED} have one")
 
 
+def has_rings(layer: nn.Module) -> bool:
+    """Whether a layer's state is rings: the graph reads them whole and returns only the rows of the piece."""
+    return isinstance(layer, TransformerBlock)
+
+
 def add_layer(graph: Graph, layer: nn.Module, x: str, state: State, piece: Piece) -> tuple[str, State]:
-    """A layer's outputs [L, E] and the state after them."""
+    """A layer's outputs [L, E] and the state after them, or the rows that belong into its rings."""
     if isinstance(layer, GSSLayer):
         return _gss(graph, layer, x, state, piece)
     if isinstance(layer, DSSBlock):
@@ -99,11 +111,11 @@ def add_layer(graph: Graph, layer: nn.Module, x: str, state: State, piece: Piece
 
 def _gss(graph: Graph, layer: GSSLayer, x: str, state: State, piece: Piece) -> tuple[str, State]:
     normed = graph.norm(x, layer.norm)
-    inner = graph.activation(graph.dense(normed, layer.inner), layer.activation)
+    both = graph.activation(graph.dense(normed, layer.inner, layer.gate), layer.activation)
+    widths = graph.whole(layer.inner.out_features, layer.gate.out_features)
+    inner, gate = graph.several("Split", 2, both, widths, axis=1)
     y, after = _state_space(graph, layer.state_space, graph.norm(inner, layer.inner_norm), state["modes"], piece)
-    gate = graph.activation(graph.dense(normed, layer.gate), layer.activation)
-    out = graph.dense(graph("Mul", graph.dense(y, layer.context), gate), layer.output)
-    return graph("Add", out, x), {"modes": after}
+    return graph.dense(graph("Mul", graph.dense(y, layer.context), gate), layer.output, plus=x), {"modes": after}
 
 
 def _dss(graph: Graph, layer: DSSBlock, x: str, state: State, piece: Piece) -> tuple[str, State]:
@@ -119,10 +131,13 @@ def _dss(graph: Graph, layer: DSSBlock, x: str, state: State, piece: Piece) -> t
 
 def _feedforward(graph: Graph, layer: FeedForward, x: str) -> str:
     normed = graph.norm(x, layer.norm)
-    hidden = graph.activation(graph.dense(normed, layer.inner), layer.activation)
-    if layer.gated is not None:
-        hidden = graph("Mul", hidden, graph.dense(normed, layer.gated))
-    return graph("Add", x, graph.dense(hidden, layer.outer))
+    if layer.gated is None:
+        hidden = graph.activation(graph.dense(normed, layer.inner), layer.activation)
+    else:
+        both = graph.dense(normed, layer.inner, layer.gated)
+        inner, gate = graph.several("Split", 2, both, axis=1, num_outputs=2)
+        hidden = graph("Mul", graph.activation(inner, layer.activation), gate)
+    return graph.dense(hidden, layer.outer, plus=x)
 
 
 def _state_space(graph: Graph, space: DiagonalStateSpace, u: str, state: str, piece: Piece) -> tuple[str, str]:
@@ -145,8 +160,7 @@ def _state_space(graph: Graph, space: DiagonalStateSpace, u: str, state: str, pi
     left = torch.stack([powers[:LONGEST].real, powers[:LONGEST].imag]).flip(1).float().numpy()  # [2, 64, N]
     newest = graph("Slice", graph.constant(left), graph("Neg", piece.count), graph.whole(LONGEST), graph.whole(1))
     added = graph("MatMul", signal, newest)  # [2, H, N]
-    fading = [graph("Gather", graph.constant(part.numpy()), piece.last) for part in _planes(powers[1:], 1)]
-    fading[1] = graph.transposed(fading[1], 1, 0, 2)
+    fading = [graph("Gather", graph.constant(part.numpy()), piece.last) for part in _planes(powers[1:, None], 1)]
     kept = _turned_planes(graph, graph("Cast", state, to=TensorProto.DOUBLE), *fading)
     after = graph("Add", kept, graph("Cast", added, to=TensorProto.DOUBLE))
     return y, graph("Cast", after, to=TensorProto.FLOAT)
@@ -164,86 +178,90 @@ def _turned_planes(graph: Graph, x: str, real: str, imaginary: str) -> str:
 
 
 def _turned(graph: Graph, x: str, factor: Sequence[str], axis: int) -> str:
-    """Complex numbers, their real and imaginary parts the halves of x along an axis, times others."""
-    (real, imaginary), (cos, sin) = graph.several("Split", 2, x, axis=axis, num_outputs=2), factor
-    after = graph("Sub", graph("Mul", real, cos), graph("Mul", imaginary, sin))
-    return graph("Concat", after, graph("Add", graph("Mul", real, sin), graph("Mul", imaginary, cos)), axis=axis)
+    """Complex numbers, their real and imaginary parts the halves of x along an axis, times those of `_halves`."""
+    other = graph("Concat", *reversed(graph.several("Split", 2, x, axis=axis, num_outputs=2)), axis=axis)
+    return graph("Add", graph("Mul", x, factor[0]), graph("Mul", other, factor[1]))
+
+
+def _halves(numbers: torch.Tensor) -> tuple[Array, Array]:
+    """Complex factors [h, 64, N] in the form of `_turned`, [h, 64, 2N]: the real part, and the imaginary part."""
+    real, imaginary = torch.cat([numbers.real] * 2, -1), torch.cat([-numbers.imag, numbers.imag], -1)
+    return (real.float().numpy(), imaginary.float().numpy())
 
 
 def _gss2(graph: Graph, layer: GSS2Layer, x: str, state: State, piece: Piece) -> tuple[str, State]:
-    normed = graph.norm(x, layer.norm)
-    parts = [graph.dense(normed, part) for part in (layer.query, layer.key, layer.value)]
-    known = graph("Concat", state["recent"], graph("Concat", *parts, axis=1), axis=0)  # [taps − 1 + L, channels]
-    reach, convolved = layer.short.reach, ""
-    for back, tap in enumerate(layer.short.taps.detach().float().numpy()):
-        ends = graph.whole(reach - back), graph("Add", piece.count, graph.whole(reach - back))
-        term = graph("Mul", graph("Slice", known, *ends, graph.whole(0)), graph.constant(tap))
-        convolved = graph("Add", convolved, term) if convolved else term
+    channels, inner = layer.short.taps.shape[1], layer.gate.out_features
+    read = graph.dense(graph.norm(x, layer.norm), layer.query, layer.key, layer.value, layer.gate)
+    parts, gate = graph.several("Split", 2, read, graph.whole(channels, inner), axis=1)
+    known = graph("Concat", state["recent"], parts, axis=0)  # [taps − 1 + L, channels]
+    taps = graph.constant(layer.short.taps.detach().flip(0).float().numpy())
+    seen = graph("Mul", graph("Gather", known, piece.windows(graph, layer.short.reach + 1)), taps)
+    convolved = graph("ReduceSum", seen, graph.whole(1), keepdims=0)
     recent = graph("Slice", known, piece.count, graph.whole(1 << 60), graph.whole(0))
     y, modes = _keyed(graph, layer, graph.activation(convolved, "swish"), state["modes"], piece)
-    normal = graph.reshaped(graph.transposed(graph.rms(y, 1e-6), 1, 0, 2), 0, -1)  # [L, h·D]
-    gate = graph.activation(graph.dense(normed, layer.gate), "swish")
-    y = graph("Mul", graph("Mul", normal, graph.parameter(layer.output_scale)), gate)
-    x = graph("Add", x, graph.dense(y, layer.output))
+    y = _unit(graph, y, layer.value.out_features // layer.state_space.heads)
+    normal = graph.reshaped(graph.transposed(y, 1, 0, 2), 0, -1)  # [L, h·D]
+    y = graph("Mul", graph("Mul", normal, graph.parameter(layer.output_scale)), graph.activation(gate, "swish"))
+    x = graph.dense(y, layer.output, plus=x)
     return _feedforward(graph, layer.feedforward, x), {"modes": modes, "recent": recent}
 
 
 def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> tuple[str, str]:
     """[L, queries + keys + values] and S [h, 2N, D] → y [h, L, D] and the next S, as `ops.matrix_state` has a chunk.
 
-    Queries and keys are turned from and to the middle of a piece of 64, so that no power overflows.
+    Queries and keys are turned from and to the middle of a piece of 64, so that no power overflows; then from the
+    state before the piece, and to its end. What is turned is one array of queries and keys, [2h, L, 2N].
     """
     space = layer.state_space
     heads, modes, middle = space.heads, space.modes, LONGEST // 2
-    widths = [heads * 2 * modes, heads * 2 * modes, layer.value.out_features]
-    split = graph.several("Split", 3, x, graph.whole(*widths), axis=1)
-    queries, keys, values = (graph.transposed(graph.reshaped(part, 0, heads, -1), 1, 0, 2) for part in split)
+    split = graph.several("Split", 2, x, graph.whole(heads * 4 * modes, layer.value.out_features), axis=1)
+    both, values = (
+        graph.transposed(graph.reshaped(part, 0, count, -1), 1, 0, 2)
+        for part, count in zip(split, (2 * heads, heads), strict=True)
+    )
     with torch.no_grad():
         rate = space.rate()  # [2, h, N]
-        energy = torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2).unsqueeze(1).float().numpy()  # [h, 1, 2N]
+        energy = torch.sqrt(-torch.expm1(2 * rate[0])).unsqueeze(1)  # [h, 1, N]
         factor = torch.exp(torch.complex(*rate).unsqueeze(1) * torch.arange(-LONGEST, LONGEST + 1).unsqueeze(-1))
 
-    def powers(exponents: Any) -> tuple[Array, Array]:
-        found = factor[:, LONGEST + torch.as_tensor(exponents)]
-        return found.real.float().numpy(), found.imag.float().numpy()
+    def powers(exponents: Any) -> torch.Tensor:
+        return factor[:, LONGEST + torch.as_tensor(exponents)]  # [h, …, N]
 
-    to_middle = middle - np.arange(LONGEST)
-    cos, sin = powers(to_middle)  # [h, 64, N]
-    back_cos, back_sin = powers(-to_middle)
-    turn, back = ([graph.first(part, piece.count, 1) for part in t] for t in ((cos, sin), (back_cos, -back_sin)))
-    keys = _turned(graph, graph("Mul", graph.rms(keys, 1e-6), graph.constant(energy)), turn, 2)
-    queries = graph("Mul", graph.rms(queries, 1e-6), graph.number(1 / math.sqrt(2 * modes)))
-    queries = _turned(graph, queries, back, 2)  # by conj(e^(−λ(c−i)))
+    places, counts = np.arange(LONGEST), np.arange(1, LONGEST + 1)
+    # By conj(λ^(j − c)) and λ^(c − j), then by conj(λ^(c + 1)) and λ^(L − 1 − c).
+    near = torch.cat([powers(places - middle).conj() / math.sqrt(2 * modes), powers(middle - places) * energy])
+    far = torch.cat([powers(np.full(LONGEST, middle + 1)).conj(), powers(counts - 1 - middle)])
+    both = _turned(graph, _unit(graph, both, 2 * modes), [graph.first(t, piece.count, 1) for t in _halves(near)], 2)
+    ends = _turned(graph, both, [_row(graph, table[:, :, None], piece) for table in _halves(far)], 2)
+    (queries, keys), (early, late) = (graph.several("Split", 2, each, axis=0, num_outputs=2) for each in (both, ends))
     inside = graph("Trilu", graph("MatMul", queries, graph.transposed(keys, 0, 2, 1)), upper=0)
-    before = _turned(graph, state, [graph.constant(part[..., None]) for part in powers(middle + 1)], 1)
-    y = graph("Add", graph("MatMul", inside, values), graph("MatMul", queries, before))
+    y = graph("Add", graph("MatMul", inside, values), graph("MatMul", early, state))
     y = graph("Add", y, graph("Mul", values, graph.parameter(space.skip.reshape(-1, 1, 1))))
-    added = graph("MatMul", graph.transposed(keys, 0, 2, 1), values)  # [h, 2N, D], as seen from the middle
-    counts = np.arange(1, LONGEST + 1)
-    after = [
-        _turned(graph, what, [_row(graph, part, piece) for part in powers(exponents)], 1)
-        for what, exponents in ((state, counts), (added, counts - 1 - middle))
-    ]
-    return y, graph("Add", *after)
+    kept = _turned(graph, state, [_row(graph, table[..., None], piece) for table in _halves(powers(counts))], 1)
+    return y, graph("Add", kept, graph("MatMul", graph.transposed(late, 0, 2, 1), values))
+
+
+def _unit(graph: Graph, x: str, width: int) -> str:
+    """Vectors divided by their root mean square."""
+    return graph.rms(x, 1e-6, graph.constant(np.ones(width, np.float32)))
 
 
 def _row(graph: Graph, table: Array, piece: Piece) -> str:
-    """The entry of a table [h, 64, N] for the length of the piece: [h, N, 1]."""
-    rows = np.ascontiguousarray(table.transpose(1, 0, 2))[..., None]  # [64, h, N, 1]
-    return graph("Squeeze", graph("Gather", graph.constant(rows), piece.last), graph.whole(0))
+    """The entry of a table [h, 64, …] for the length of the piece, [h, …]."""
+    return graph("Gather", graph.constant(table.swapaxes(0, 1)), piece.last)
 
 
 def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piece: Piece) -> tuple[str, State]:
     heads, width = layer.heads, layer.head_width
     projected = graph.dense(graph.norm(x, layer.norm), layer.query_key_value)
-    parts = graph.several("Split", 3, projected, axis=1, num_outputs=3)
-    queries, keys, values = (graph.reshaped(part, 0, heads, width) for part in parts)  # [L, h, d]
+    both, values = graph.several("Split", 2, projected, graph.whole(2 * heads * width, heads * width), axis=1)
+    both, values = graph.reshaped(both, 0, 2 * heads, width), graph.reshaped(values, 0, heads, width)  # [L, 2h or h, d]
     if layer.query_norm is not None and layer.key_norm is not None:
-        queries, keys = graph.norm(queries, layer.query_norm), graph.norm(keys, layer.key_norm)
+        queries, keys = graph.several("Split", 2, both, axis=1, num_outputs=2)
+        both = graph("Concat", graph.norm(queries, layer.query_norm), graph.norm(keys, layer.key_norm), axis=1)
     if layer.rotary_base is not None:
-        frequency = layer.rotary_base ** -(np.arange(width // 2) / (width // 2))
-        turn = [graph("Unsqueeze", wave, graph.whole(1)) for wave in waves(graph, piece, frequency)]  # [L, 1, d/2]
-        queries, keys = (_turned(graph, each, turn, 2) for each in (queries, keys))
+        both = _turned(graph, both, piece.rotations(graph, layer.rotary_base, width), 2)
+    queries, keys = graph.several("Split", 2, both, axis=1, num_outputs=2)
     queries = graph("Mul", graph.transposed(queries, 1, 0, 2), graph.number(width**-0.5))
     # Cache and piece are attended to apart and meet in the softmax: joining them would copy the whole cache.
     pairs = [(state["keys"], state["values"]), (keys, values)]
@@ -255,10 +273,8 @@ def _attention(graph: Graph, layer: TransformerBlock, x: str, state: State, piec
         graph("MatMul", share, graph.transposed(each, 1, 0, 2)) for share, (_, each) in zip(shares, pairs, strict=True)
     ]
     attended = graph.reshaped(graph.transposed(graph("Add", *parts), 1, 0, 2), 0, -1)
-    x = graph("Add", x, graph.dense(attended, layer.output))
-    new = {"keys": keys, "values": values}
-    after = {name: piece.kept(graph, state[name], each, layer.reach or 0) for name, each in new.items()}
-    return _feedforward(graph, layer.feedforward, x), after
+    x = graph.dense(attended, layer.output, plus=x)
+    return _feedforward(graph, layer.feedforward, x), {"keys": keys, "values": values}
 
 
 def waves(graph: Graph, piece: Piece, frequency: Array) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import onnx
 
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.graph import Graph
-from gss.export.layers import LONGEST, Piece, add_layer, state_shapes, waves
+from gss.export.layers import LONGEST, Piece, add_layer, has_rings, state_shapes, waves
 from gss.io.files import read_json, write_file, write_json, written_folder
 from gss.lm import LM, load_to_export
 from gss.model import LanguageModel
@@ -54,6 +54,7 @@ def write_model(lm: LM, folder: Path) -> None:
         "eos_id": lm.tokenizer.eos_id,
         "longest": LONGEST,
         "state": shapes(lm.model),
+        "rings": sorted(rings(lm.model)),
     })  # fmt: skip
 
 
@@ -66,10 +67,21 @@ def shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     }
 
 
+def rings(model: LanguageModel) -> set[str]:
+    """The tensors of the state [W, …] whose row for a position is `position` modulo W.
+
+    For these the graph returns only the rows of the piece [L, …], which its caller writes to their places: copying
+    them in and out whole would take a browser as long as the rest of a step.
+    """
+    return {
+        f"layers.{i}.{name}" for i, layer in enumerate(model.layers) if has_rings(layer) for name in state_shapes(layer)
+    }
+
+
 def build(model: LanguageModel, about: dict[str, str] | None = None) -> onnx.ModelProto:
     """The graph of a model; `about` is added to its metadata."""
     config = model.config
-    sizes = shapes(model)  # refuses what has no export
+    sizes, rows = shapes(model), rings(model)  # refuses what has no export
     graph = Graph()
     tokens = graph.input("tokens", np.int64, ["L"])
     position = graph.input("position", np.int64, [1])
@@ -91,7 +103,7 @@ def build(model: LanguageModel, about: dict[str, str] | None = None) -> onnx.Mod
     graph.output("logits", logits, np.float32, ["L", config.vocab_size])
     graph.output("next.position", graph("Add", position, piece.count), np.int64, [1])
     for name, shape in sizes.items():
-        graph.output(f"next.{name}", after[name], np.float32, shape)
+        graph.output(f"next.{name}", after[name], np.float32, ["L", *shape[1:]] if name in rows else shape)
     return graph.model({"longest": str(LONGEST), **(about or {})})
 
 

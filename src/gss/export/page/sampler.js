@@ -7,23 +7,20 @@ export function choose(logits, temperature, topP, random) {
   const weights = new Float64Array(logits.length);
   let total = 0;
   for (let id = 0; id < logits.length; id++) total += weights[id] = Math.exp((logits[id] - logits[best]) / temperature);
-  let ids = null;
+  let least = 0; // the weight of the last token that is kept
   if (topP < 1) {
     // Tokens below this are together less than what top_p leaves out, so only the others need sorting.
-    const least = ((1 - topP) * total) / logits.length;
-    ids = [];
-    for (let id = 0; id < weights.length; id++) if (weights[id] >= least) ids.push(id);
-    ids.sort((one, other) => weights[other] - weights[one]);
+    const bound = ((1 - topP) * total) / logits.length;
+    const sorted = weights.filter((weight) => weight >= bound).sort();
     let sum = 0;
-    const enough = ids.findIndex((id) => (sum += weights[id]) >= topP * total);
-    ids.length = enough < 0 ? ids.length : enough + 1;
-    total = ids.reduce((all, id) => all + weights[id], 0);
+    let kept = sorted.length;
+    while (kept > 0 && sum < topP * total) sum += sorted[--kept];
+    least = sorted[kept];
+    total = sum;
   }
   let left = random() * total;
-  const count = ids ? ids.length : weights.length;
-  for (let index = 0; index < count; index++) {
-    const id = ids ? ids[index] : index;
-    if ((left -= weights[id]) < 0) return id;
+  for (let id = 0; id < weights.length; id++) {
+    if (weights[id] >= least && (left -= weights[id]) < 0) return id;
   }
   return best; // where rounding left a little over
 }

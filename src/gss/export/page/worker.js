@@ -3,6 +3,7 @@
 import { choose, seeded } from "./sampler.js";
 import { openVocabulary } from "./tokenizer.js";
 
+const FRAME = 16; // milliseconds between messages: a screen shows no more
 const json = async (name) => (await found(name)).json();
 let model = null;
 let latest = 0; // the request that counts; an earlier one ends when it sees another
@@ -45,12 +46,25 @@ function initialState({ about, ort }) {
   return state;
 }
 
-// The logits after the last of some tokens, and the state after them.
+// The logits after the last of some tokens; the state moves on to the one after them.
 async function read({ about, ort, session }, ids, state) {
   const tokens = new ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [ids.length]);
+  const place = Number(state.position.data[0]);
   const { logits, ...rest } = await session.run({ tokens, ...state });
-  const next = Object.entries(rest).map(([name, tensor]) => [name.slice("next.".length), tensor]);
-  return [logits.data.subarray((ids.length - 1) * about.vocab_size), Object.fromEntries(next)];
+  for (const [name, tensor] of Object.entries(rest)) {
+    const own = name.slice("next.".length);
+    if (about.rings.includes(own)) writeRows(state[own], tensor, place);
+    else state[own] = tensor;
+  }
+  return logits.data.subarray((ids.length - 1) * about.vocab_size);
+}
+
+// Rows for the positions from `place` on go to their places in a ring.
+function writeRows(ring, rows, place) {
+  const width = rows.data.length / rows.dims[0];
+  for (let row = 0; row < rows.dims[0]; row++) {
+    ring.data.set(rows.data.subarray(row * width, (row + 1) * width), ((place + row) % ring.dims[0]) * width);
+  }
 }
 
 async function write(model, { id, prompt, temperature, top_p, max_tokens, seed }) {
@@ -58,11 +72,11 @@ async function write(model, { id, prompt, temperature, top_p, max_tokens, seed }
   const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   const random = seeded(seed);
   const ids = [about.eos_id, ...vocabulary.encode(prompt)]; // as in training, a document begins after the end of one
-  let state = initialState(model);
+  const state = initialState(model);
   let logits;
   let began = performance.now();
   for (let start = 0; start < ids.length; start += about.longest) {
-    [logits, state] = await read(model, ids.slice(start, start + about.longest), state);
+    logits = await read(model, ids.slice(start, start + about.longest), state);
     self.postMessage({ id, read: Math.min(ids.length, start + about.longest), of: ids.length });
     await turn();
     if (id !== latest) return;
@@ -70,17 +84,22 @@ async function write(model, { id, prompt, temperature, top_p, max_tokens, seed }
   const first = performance.now();
   const reading = first - began;
   began = first;
+  let text = "";
+  let shown = 0;
   for (let written = 1; written <= max_tokens; written++) {
     const token = choose(logits, temperature, top_p, random);
     const ended = token === about.eos_id;
     const last = ended || written === max_tokens;
-    const text = decoder.decode(ended ? new Uint8Array() : vocabulary.bytesOf(token), { stream: !last });
-    const seconds = (performance.now() - began) / 1000;
-    self.postMessage({ id, text, token, written, seconds, reading, ended, last });
-    if (last) return;
-    [logits, state] = await read(model, [token], state);
-    if (written % 8 === 0) await turn();
-    if (id !== latest) return;
+    text += decoder.decode(ended ? new Uint8Array() : vocabulary.bytesOf(token), { stream: !last });
+    const now = performance.now();
+    if (last || now - shown >= FRAME) {
+      self.postMessage({ id, text, written, seconds: (now - began) / 1000, reading, ended, last });
+      text = "";
+      shown = now;
+      await turn();
+    }
+    if (last || id !== latest) return;
+    logits = await read(model, [token], state);
   }
 }
 

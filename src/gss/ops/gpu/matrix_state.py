@@ -36,6 +36,9 @@ PROGRAMS = 256
 """Segments are added until there are about so many programs."""
 STATES = {"num_warps": 4, "num_stages": 3}
 OUTPUT = {"num_warps": 4, "num_stages": 1}
+NARROW_OUTPUT = {"num_warps": 2, "num_stages": 1}
+"""Where values are fewer than a tile: four warps multiply by Hopper's instructions for groups of warps, which Triton
+3.6 compiled wrongly for 16 values."""
 GRADIENT = {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
 TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 """Values of a program, and values at a time where it has them all."""
@@ -53,9 +56,10 @@ def matrix_scan(
     after = torch.empty(_state_shape(keys, values), device=values.device)
     states = _states(keys, values, table, state, after, segment)
     y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    sizes = _sizes(keys, values, OUTPUT_TILE)
     output_kernel[(states.shape[1], heads, batch)](
         queries, keys, values, table, skip, states, y, *_strides(queries, keys, values), length,
-        **_sizes(keys, values, OUTPUT_TILE), **OUTPUT,
+        **sizes, **(OUTPUT if sizes["BD"] == OUTPUT_TILE else NARROW_OUTPUT),
     )  # fmt: skip
     return y, after, states, table
 
