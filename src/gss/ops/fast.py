@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -27,14 +27,17 @@ _fp8 = False
 
 
 @contextmanager
-def disabled() -> Iterator[None]:
-    """Plain PyTorch inside, whatever the machine has."""
-    global _enabled
-    before, _enabled = _enabled, False
+def _switched(name: str, value: bool) -> Iterator[None]:
+    before, globals()[name] = globals()[name], value
     try:
         yield
     finally:
-        _enabled = before
+        globals()[name] = before
+
+
+def disabled() -> AbstractContextManager[None]:
+    """Plain PyTorch inside, whatever the machine has."""
+    return _switched("_enabled", False)
 
 
 def enabled() -> bool:
@@ -71,15 +74,9 @@ def half(tensor: Tensor) -> torch.dtype | None:
     return None
 
 
-@contextmanager
-def in_fp8() -> Iterator[None]:
+def in_fp8() -> AbstractContextManager[None]:
     """Inside, products that have an 8-bit path take it, where they would have taken a 16-bit kernel's."""
-    global _fp8
-    before, _fp8 = _fp8, True
-    try:
-        yield
-    finally:
-        _fp8 = before
+    return _switched("_fp8", True)
 
 
 def fp8() -> bool:

@@ -83,6 +83,15 @@ def _load_turned(x, i, live, stride, n, cos, sin, MODES: tl.constexpr, KIND: tl.
 
 
 @triton.jit
+def _turned(
+    x, table, head, i, live, stride, n, QUERIES: tl.constexpr, MODES: tl.constexpr, C: tl.constexpr,
+    KIND: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    cos, sin = _turns(table, head, i, n, QUERIES, MODES, C)
+    return _load_turned(x, i, live, stride, n, cos, sin, MODES, KIND, PRODUCTS)
+
+
+@triton.jit
 def _load_values(x, i, live, stride, d, VALUES: tl.constexpr, KIND: tl.constexpr, PRODUCTS: tl.constexpr):
     loaded = tl.load(x + (i[:, None] * stride + d[None, :]), mask=live[:, None] & (d < VALUES)[None, :], other=0.0)
     return _rounded(loaded, KIND, PRODUCTS)
@@ -240,10 +249,8 @@ def output_kernel(
     values = _row(values, first, value_row) + batch * value_batch + head * value_head
     y += ((batch * length + first) * heads + head) * VALUES
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
-    cos, sin = _turns(table, head, i, n, True, MODES, C)
-    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
-    cos, sin = _turns(table, head, i, n, False, MODES, C)
-    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    q_re, q_im = _turned(queries, table, head, i, live, query_row, n, True, MODES, C, KIND, PRODUCTS)
+    k_re, k_im = _turned(keys, table, head, i, live, key_row, n, False, MODES, C, KIND, PRODUCTS)
     q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
     scores = _product(q, tl.trans(k), tl.zeros((C, C), tl.float32))
     scores = _rounded(tl.where(i[:, None] >= i[None, :], scores, 0.0), KIND, PRODUCTS)
@@ -295,12 +302,10 @@ def gradient_kernel(
     grad = _row(grad, first, grad_row) + batch * grad_batch + head * grad_head
     place = (batch * length + first) * heads + head
     by_values += place * VALUES
-    q_cos, q_sin = _turns(table, head, i, n, True, MODES, C)
-    k_cos, k_sin = _turns(table, head, i, n, False, MODES, C)
     queries = _row(queries, first, query_row) + batch * query_batch + head * query_head
     keys = _row(keys, first, key_row) + batch * key_batch + head * key_head
-    q_re, q_im = _load_turned(queries, i, live, query_row, n, q_cos, q_sin, MODES, KIND, PRODUCTS)
-    k_re, k_im = _load_turned(keys, i, live, key_row, n, k_cos, k_sin, MODES, KIND, PRODUCTS)
+    q_re, q_im = _turned(queries, table, head, i, live, query_row, n, True, MODES, C, KIND, PRODUCTS)
+    k_re, k_im = _turned(keys, table, head, i, live, key_row, n, False, MODES, C, KIND, PRODUCTS)
     through = 0.0 if skip is None else tl.load(skip + head).to(tl.float32)
     q, k = _joined(q_re, q_im, C, BN), _joined(k_re, k_im, C, BN)
     # Transposed, as the values' gradient wants them.
@@ -332,8 +337,8 @@ def gradient_kernel(
         at, mask = _state_at(states, here, d, n, MODES, VALUES)
         gq = _product(g, _load_joined(at, mask, MODES, PRODUCTS, BD, BN), gq)
     far_re, far_im = _parts(_product(far, k, gq * (i + 1).to(tl.float32)[:, None]), C, BN)
-    cos, sin = _turns(table, head, i, n, True, MODES, C)  # again: they need not wait in registers
-    q_re, q_im = _load_turned(queries, i, live, query_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    # Again: they need not wait in registers.
+    q_re, q_im = _turned(queries, table, head, i, live, query_row, n, True, MODES, C, KIND, PRODUCTS)
     rate_re, rate_im = _conjugate_sum(q_re, q_im, far_re, far_im)
     gq_re, gq_im = _parts(_product(by_scores, k, gq), C, BN)
     by_queries, by_keys = by_queries + place * (2 * MODES), by_keys + place * (2 * MODES)
@@ -353,8 +358,7 @@ def gradient_kernel(
         gk = _product(v, _joined(r_re.to(PRODUCTS), r_im.to(PRODUCTS), BD, BN), gk)
     size = tl.minimum(C, length - chunk * C)
     gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
-    cos, sin = _turns(table, head, i, n, False, MODES, C)
-    k_re, k_im = _load_turned(keys, i, live, key_row, n, cos, sin, MODES, KIND, PRODUCTS)
+    k_re, k_im = _turned(keys, table, head, i, live, key_row, n, False, MODES, C, KIND, PRODUCTS)
     out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
     tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
     tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
