@@ -50,8 +50,10 @@ def test_the_openai_client(server: Server, model: gss.LanguageModel) -> None:
     assert len(answer.choices[0].logprobs.tokens or []) == 40
     chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
-    assert len(chunks) > 3
     assert chunks[-1].usage == answer.usage
+    # A client that lags gets more text in an event; hundreds of tokens outlast any lag.
+    long = {**options, "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+    assert sum(bool(chunk.choices) for chunk in client.completions.create(**long, stream=True)) > 3
     sampled = client.completions.create(model="tiny", prompt=["a", "b"], n=2, seed=3, extra_body={"top_k": 5})
     assert len(sampled.choices) == 4
     said = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
