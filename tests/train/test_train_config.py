@@ -140,7 +140,7 @@ def test_goes_out_and_comes_back() -> None:
         (["parallel.context=4", "piece_tokens=90"], r"piece_tokens \(90\) must be a multiple of parallel.context"),
         (["precision=fp4"], "choose from: auto, fp32, bf16, fp8"),
         (["optimizer.name=sgd"], "choose from: adamw, adafactor"),
-        (["optimizer.schedule=linear"], "optimizer.schedule cannot be 'linear'; choose from: cosine, inverse_sqrt"),
+        (["optimizer.schedule=zigzag"], "optimizer.schedule cannot be 'zigzag'; choose from: cosine, inverse_sqrt"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate must be over 0"),
         (["optimizer.learning_rate=-1e-3"], "optimizer.learning_rate must be over 0"),
         (["optimizer.betas=[0.9, 1.0]"], "betas"),

@@ -24,6 +24,7 @@ _COLDEST = 1e-30
 _LARGEST_FUSED = 32_768
 # The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+assert tuple(OPTIONS)[: len(_FUSED)] == _FUSED, "a new option of gss.sampling comes last"
 _EFFECTS = {name: option.metadata["effect"] for name, option in OPTIONS.items() if option.metadata["effect"]}
 
 GREEDY = Sampling(temperature=0)
