@@ -1,7 +1,7 @@
 """How the next token is drawn, as settings: listed once for the library, `gss generate` and the server.
 
-A new option is the last field of `Sampling` (and of `SamplingOptions`, for type checkers), with its limits, what it does and
-its effect. Imports no torch, so that a command line can list the options at once.
+A new option is the last field of `Sampling` (and of `SamplingOptions`, for type checkers), with its limits, what it
+does and its effect. Imports no torch, so that a command line can list the options at once.
 """
 
 from collections.abc import Callable
