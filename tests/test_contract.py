@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gss
-from gss.choices import ACTIVATIONS
+from gss.choices import ACTIVATIONS, WITH_DROPOUT
 from tests.comparing import assert_equal, relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
@@ -205,6 +205,18 @@ def test_packed_documents_are_read_alone(family: str) -> None:
         for row, cut in enumerate(cuts)
     ]
     assert relative_error(packed, torch.cat(alone)) < 1e-12
+
+
+@pytest.mark.parametrize("family", [f for f in EVERY if WITH_DROPOUT.issuperset(small_config(f).kinds)])
+def test_dropout_in_every_layer_and_only_in_training(family: str) -> None:
+    model = gss.build_model(small_config(family, dropout=0.5))
+    x = torch.randn(1, 20, model.config.width)
+    for layer in model.sequence_layers():
+        if hasattr(layer, "feedforward"):
+            layer.feedforward.dropout.p = 0.0  # what mixes the tokens has its own
+        assert not torch.equal(layer(x)[0], layer(x)[0])
+        layer.eval()
+        assert torch.equal(layer(x)[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("family", ["transformer", "slide", SLIDING])  # the others' autocast knows no meta device

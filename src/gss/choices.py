@@ -130,8 +130,8 @@ LAYERS: dict[str, str] = {
     "feedback": "gss.nn.block_recurrent.FeedbackLayer",
 }
 """The kinds of layers that a model's pattern may name: each a class, which is made from a `ModelConfig`."""
-WITH_DROPOUT = {"slide", "xl", "recurrent", "feedback"}
-"""The kinds that support dropout; the paper's own layers are trained without."""
+WITH_DROPOUT = {"attention", "gss2", "slide", "xl", "recurrent", "feedback"}
+"""The kinds that support dropout; the paper's own state-space layers are trained without."""
 
 
 def load(path: str) -> Any:

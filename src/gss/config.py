@@ -160,8 +160,8 @@ class ModelConfig(Checked):
     bias: bool = True
     """Whether dense layers have biases."""
     dropout: float = limited(0.0, ge=0, lt=1)
-    """Dropout in training, at the input of attention and the output of the feed-forward. For slide, xl, recurrent and
-    feedback layers only."""
+    """Dropout in training, of what attention, GSS2 layers and feed-forwards add to the residual stream. In slide, xl,
+    recurrent and feedback layers attention has it at its input instead. GSS and DSS layers have none."""
     positions: Literal["none", "sinusoidal", "rotary"] = "none"
     """Positions for attention: none (state spaces know the order), sinusoids added to the embedding (the paper's
     Transformer), or rotary queries and keys (Llama)."""

@@ -27,12 +27,16 @@ from tests.making import make_corpus, stop_in_step
         ("llama", "packed", "adamw"),
         ("gss-hybrid", "lanes", "muon"),
         ("gss-hybrid", "lengthened", "muon"),
+        ("gss2", "segments", "muon"),  # with dropout
     ],
 )
 def test_forty_steps_with_stops_at_random_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batching: str, optimizer: str
 ) -> None:
-    rows = {"late_length": 64, "late_share": 0.4} if batching == "lengthened" else {"batching": batching}
+    rows: dict[str, Any] = (
+        {"late_length": 64, "late_share": 0.4} if batching == "lengthened" else {"batching": batching}
+    )
+    rows |= {"model__dropout": 0.1} if family == "gss2" else {}
     config = small_config(family, **rows, optimizer__name=optimizer, steps=40, checkpoint__every=9)
     straight = run(config, corpus, tmp_path / "straight")
     draw = random.Random(f"{family} {batching}")

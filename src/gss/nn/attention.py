@@ -6,7 +6,7 @@ how many tokens each row has read; rows may be at different positions, so every 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gss.config import ModelConfig
 from gss.nn.context import across_ranks, by_recent
@@ -41,6 +41,7 @@ class TransformerBlock(SequenceLayer):
         self.query_norm = norm(self.head_width, config) if attention.qk_norm else None
         self.key_norm = norm(self.head_width, config) if attention.qk_norm else None
         self.output = dense(self.heads * self.head_width, config.width, config, last=True)
+        self.dropout = nn.Dropout(config.dropout)
         self.feedforward = FeedForward(config)
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
@@ -57,7 +58,7 @@ class TransformerBlock(SequenceLayer):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The block's output from its input and what each token attends to, [B, L, h, d]."""
-        return self.feedforward(x + self.output(attended.flatten(2)))
+        return self.feedforward(x + self.dropout(self.output(attended.flatten(2))))
 
     def positioned(self, projected: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, L, h, d] from `project`'s, the first two turned by their positions in a model

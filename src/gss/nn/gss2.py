@@ -38,13 +38,14 @@ class GSS2Layer(SequenceLayer):
         self.state_space = KeyedStateSpace(config)
         self.output_scale = nn.Parameter(torch.ones(inner))
         self.output = dense(inner, config.width, config, last=True)
+        self.dropout = nn.Dropout(config.dropout)
         self.feedforward = FeedForward(config)
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> tuple[Tensor, LayerState]:
         normed = normalize(self.norm, x)
         y, after = self.mix(self._projected(normed), state, keep_state)  # [B, L, h, D]
         y = F.rms_norm(y, y.shape[-1:], eps=1e-6).flatten(2) * self.output_scale
-        x = x + self.output(y.to(normed.dtype) * F.silu(self.gate(normed)))
+        x = x + self.dropout(self.output(y.to(normed.dtype) * F.silu(self.gate(normed))))
         return self.feedforward(x), after
 
     def _projected(self, x: Tensor) -> Tensor:
