@@ -15,6 +15,7 @@ import gss
 from gss import box
 from gss.cli import app
 from gss.config import parse_assignments
+from gss.data import read_manifest
 from gss.nn.lora import add_lora, merged
 from gss.training.start import plan
 from tests import conftest
@@ -236,6 +237,24 @@ def test_the_recipe_is_chosen(corpus: Path, tmp_path: Path, settings: dict[str, 
     named, nothing = plan(corpus, tmp_path / "out", preset, recipe, settings)
     assert (config, nothing) == (named, "")
     assert config.steps <= 600
+
+
+def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gss.training.start.pick_device", lambda _: torch.device("cuda"))
+    tokens = read_manifest(corpus).splits["train"]["tokens"]
+
+    def decay(steps: int, **settings: float) -> tuple[float, str]:
+        rows = {"steps": steps, "length": 16, "batch_tokens": 1024}
+        config, said = plan(corpus, tmp_path / "out", "gss2-small", None, rows | settings)
+        return config.optimizer.weight_decay, said
+
+    often = 5 * tokens // 1024 + 1
+    found, said = decay(often)
+    assert found == 1.0
+    assert "recipe muon" in said
+    assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, hence with a weight decay of 1")
+    assert decay(often, **{"optimizer.weight_decay": 0.3})[0] == 0.3
+    assert decay(often // 5)[0] == 0.1
 
 
 @pytest.mark.parametrize(
