@@ -43,30 +43,43 @@ def _options(
     """Long-range language models built on Gated State Spaces."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "presets": models.presets_command,
-    "params": models.params_command,
-    "prepare": data.prepare_command,
-    "merge": data.merge_command,
-    "data": data.data_command,
-    "eval": evaluate.evaluate_command,
-    "generate": text.generate_command,
-    "serve": text.serve_command,
-    "train": train.train_command,
-    "settings": models.settings_command,
-    "read": text.read_command,
-    "bench": measure.bench_command,
-    "export": models.export_command,
-    "import": models.import_command,
-    "quantize": models.quantize_command,
-    "quickstart": train.quickstart_command,
-    "report": measure.report_command,
-    "reproduce": measure.reproduce_command,
+COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Start here": {"quickstart": train.quickstart_command},
+    "Data": {
+        "tokenizer": data.tokenizer_app,
+        "prepare": data.prepare_command,
+        "merge": data.merge_command,
+        "data": data.data_command,
+    },
+    "Training": {
+        "presets": models.presets_command,
+        "params": models.params_command,
+        "settings": models.settings_command,
+        "train": train.train_command,
+    },
+    "Using a model": {
+        "generate": text.generate_command,
+        "serve": text.serve_command,
+        "read": text.read_command,
+        "export": models.export_command,
+        "import": models.import_command,
+        "quantize": models.quantize_command,
+    },
+    "Measuring": {
+        "eval": evaluate.evaluate_command,
+        "probe": evaluate.probe_app,
+        "report": measure.report_command,
+        "reproduce": measure.reproduce_command,
+        "bench": measure.bench_command,
+    },
 }
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(data.tokenizer_app, name="tokenizer")
-app.add_typer(evaluate.probe_app, name="probe")
+"""The commands by the part of the help that lists them."""
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(command)
 
 
 def main() -> None:
