@@ -15,8 +15,9 @@ import gss
 from gss import box
 from gss.cli import app
 from gss.config import parse_assignments
-from gss.data import read_manifest
+from gss.data import load_tokenizer, prepare, read_manifest
 from gss.nn.lora import add_lora, merged
+from gss.training.config import OptimizerConfig
 from gss.training.start import plan
 from tests import conftest
 from tests.making import call
@@ -243,7 +244,7 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     monkeypatch.setattr("gss.training.start.pick_device", lambda _: torch.device("cuda"))
     tokens = read_manifest(corpus).splits["train"]["tokens"]
 
-    def decay(steps: int, **settings: float) -> tuple[float, str]:
+    def decay(steps: int, **settings: object) -> tuple[float, str]:
         rows = {"steps": steps, "length": 16, "batch_tokens": 1024}
         config, said = plan(corpus, tmp_path / "out", "gss2-small", None, rows | settings)
         return config.optimizer.weight_decay, said
@@ -254,7 +255,17 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     assert "recipe muon" in said
     assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, hence with a weight decay of 1")
     assert decay(often, **{"optimizer.weight_decay": 0.3})[0] == 0.3
+    assert decay(often, optimizer={"weight_decay": 0.3, "clip_norm": 2.0})[0] == 0.3
+    assert decay(often, optimizer=OptimizerConfig(weight_decay=0.3))[0] == 0.3
+    assert decay(often, optimizer={"clip_norm": 2.0})[0] == 1.0
     assert decay(often // 5)[0] == 0.1
+
+
+def test_a_corpus_without_documents_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "valid.txt").write_text("held out, all of it\n" * 20)
+    prepare([str(tmp_path / "valid.txt")], tmp_path / "corpus", load_tokenizer("bytes"))
+    with pytest.raises(ValueError, match="has no split 'train' but valid"):
+        gss.train("gss-tiny", tmp_path / "corpus", tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ class TrainConfig(Checked):
     length: int = limited(4096, ge=1)
     """L, tokens per row."""
     late_length: int | None = limited(None, ge=1)
-    """Tokens per row in the last steps, in fewer rows: short rows teach more per token, long ones the use of a long
-    context. None: `length` to the end."""
+    """Tokens per row in the last steps, a multiple of `length`, in fewer rows: short rows teach more per token, long
+    ones the use of a long context. None: `length` to the end."""
     late_share: float = limited(0.1, gt=0, lt=1)
     """The share of the steps, the last ones, with rows of `late_length`."""
     batch_tokens: int = limited(1 << 19, ge=1)
@@ -173,19 +173,12 @@ class TrainConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length, ranks = ("length", self.length), ("parallel.context", self.parallel.context)
-        parts = [
-            ("batch_tokens", *length),
-            ("micro_batch_tokens", *length),
-            ("length", *ranks),
-            ("piece_tokens", *ranks),
-        ]
-        if self.late_length is not None:
-            late = ("late_length", self.late_length)
-            parts += [("batch_tokens", *late), ("micro_batch_tokens", *late), ("late_length", *ranks)]
-            if self.batching == "lanes":
-                raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
-        for name, unit, size in parts:
+        if self.late_length is not None and self.batching == "lanes":
+            raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
+        longest = ("length" if self.late_length is None else "late_length", self.longest)
+        ranks = ("parallel.context", self.parallel.context)
+        parts = {"late_length": ("length", self.length), "batch_tokens": longest, "micro_batch_tokens": longest}
+        for name, (unit, size) in (parts | {"length": ranks, "piece_tokens": ranks}).items():
             value = getattr(self, name) or 0
             if value % size:
                 raise ValueError(
@@ -211,7 +204,7 @@ class TrainConfig(Checked):
     @property
     def longest(self) -> int:
         """Tokens of the longest rows."""
-        return max(self.length, self.late_length or 0)
+        return self.late_length or self.length
 
     @property
     def first_late_step(self) -> int:

@@ -271,7 +271,7 @@ class _Run:
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
                     "this CPU. Ctrl-C stops; --config tiny or cpu, or --set steps=…, makes a run of it that ends, and "
-                    f"--set micro_batch_tokens={config.length} one that takes less memory"
+                    f"--set micro_batch_tokens={config.longest} one that takes less memory"
                 )
         if self.step:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")

@@ -10,7 +10,7 @@ from typing import Any
 from gss.accounting import account
 from gss.choices import nearest
 from gss.config import ModelConfig, flattened, from_mapping, override, parse_assignments, to_mapping
-from gss.data import Dataset, read_manifest
+from gss.data import Dataset, open_dataset
 from gss.io.devices import pick_device
 from gss.io.runs import read_config
 from gss.lm import load, run_folder
@@ -72,8 +72,8 @@ def plan(
     the machine and what is trained. With `start` among the settings the model is that of the weights.
     """
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
-    manifest = read_manifest(Path(data))
-    vocabulary = manifest.tokenizer["vocab_size"]
+    dataset = open_dataset(data, verify=False)
+    vocabulary: int | None = dataset.vocab_size
     if recipe is None and (Path(out) / "config.json").is_file():
         begun = from_mapping(TrainConfig, read_config(Path(out)))
         if preset in (None, begun.preset):
@@ -91,8 +91,9 @@ def plan(
     recipe, reason = _suited(resolve(preset, None, sets, vocabulary, base))
     said = f"with the recipe {recipe}, for {reason} (--config chooses another, `gss settings` lists what --set changes)"
     config = resolve(preset, recipe, sets, vocabulary, base)
-    passes = config.steps * config.batch_tokens / max(1, manifest.splits["train"]["tokens"])
-    if recipe == "muon" and passes >= _PASSES and "optimizer.weight_decay" not in sets:
+    passes = config.steps * config.batch_tokens / len(dataset.tokens)
+    decided = {"optimizer", "optimizer.weight_decay"} & flattened(sets).keys()  # by the user
+    if recipe == "muon" and passes >= _PASSES and not decided:
         config = override(config, {"optimizer.weight_decay": _STRONG_DECAY})
         said += f". It reads the corpus {passes:.1f} times, hence with a weight decay of {_STRONG_DECAY:g}"
     return config, said
