@@ -44,7 +44,7 @@ class OptimizerConfig(Checked):
     where √width is far better (docs/training.md)."""
     weight_decay: float = limited(0.1, ge=0)
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[float, float] = limited((0.9, 0.98), ge=0, lt=1)
     """Decay rates of Adam's moments. The paper only says Adam; 0.98 is the value of the example that its other numbers
     come from. Adafactor uses the first as its momentum (0 for none) and ignores the second."""
     epsilon: float = limited(1e-8, gt=0)
@@ -54,8 +54,8 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
-            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas must be two numbers, not {self.betas!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ReportConfig(Checked):
     """Steps between progress lines (the metrics file has every step)."""
     evaluate_every: int = limited(1000, ge=0)
     """Steps between evaluations on the validation split; 0 for none."""
-    evaluate_lengths: tuple[int, ...] = ()
+    evaluate_lengths: tuple[int, ...] = limited((), ge=1)
     """Evaluation lengths, reduced to the longest document where needed. Empty: the training length."""
     evaluate_tokens: int = limited(1 << 18, ge=1)
     """Validation tokens that an evaluation scores at most."""

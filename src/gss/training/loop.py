@@ -310,8 +310,10 @@ class _Run:
         if self.world.leads:
             self.folder.append_metrics(rows)
             for row in rows:
-                numbers = {k: v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, int | float)}
-                self.progress.scalars(row["step"], {f"{row['kind']}/{name}": v for name, v in numbers.items()})
+                at = f" at {row['length']}" if "length" in row else ""
+                numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+                named = {f"{row['kind']}/{name}{at}": v for name, v in numbers.items() if name not in ("step", "length")}
+                self.progress.scalars(row["step"], named)
 
     def _evaluate(self) -> None:
         """Every process runs the same evaluation (under FSDP2 each holds a shard of the model); the leader writes."""
