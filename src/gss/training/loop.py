@@ -311,9 +311,8 @@ class _Run:
             self.folder.append_metrics(rows)
             for row in rows:
                 at = f" at {row['length']}" if "length" in row else ""
-                numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-                named = {f"{row['kind']}/{name}{at}": v for name, v in numbers.items() if name not in ("step", "length")}
-                self.progress.scalars(row["step"], named)
+                numbers = {k: v for k, v in row.items() if k not in ("kind", "step", "length") and v is not None}
+                self.progress.scalars(row["step"], {f"{row['kind']}/{k}{at}": v for k, v in numbers.items()})
 
     def _evaluate(self) -> None:
         """Every process runs the same evaluation (under FSDP2 each holds a shard of the model); the leader writes."""
