@@ -40,7 +40,10 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
         model.start_from(model.initial_state(1))
         assert model.first is not None
         if not model.first.learn():
-            raise ValueError("the first state of this model is empty: there is nothing in it for tune=state to learn")
+            raise ValueError(
+                "there is nothing for tune=state to learn: attention reads nothing before the first token, and this "
+                "model has no state space. Train its weights, or a LoRA update"
+            )
     return model.train()
 
 
