@@ -63,15 +63,15 @@ class Checked:
         hints = typing.get_type_hints(type(self))
         for each in fields(self):
             name, kind, given = self.prefix + each.name, hints[each.name], getattr(self, each.name)
-            limits = each.metadata.get("limits", {})
-            if limits and not (given is None and type(None) in typing.get_args(kind)):
-                if int in (kind, *typing.get_args(kind)) and type(given) is not int:
-                    raise ValueError(f"{name} must be a whole number, not {given!r}")
-                if not all(_LIMITS[limit][1](given, bound) for limit, bound in limits.items()):
-                    said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
-                    raise ValueError(f"{name} must be {said}, not {given!r}")
-            choices = choices_of(each, kind)
+            limits, choices = each.metadata.get("limits", {}), choices_of(each, kind)
+            if given is None and type(None) in typing.get_args(kind):
+                continue
             for value in given if typing.get_origin(kind) is tuple else (given,):
+                if limits and int in (kind, *typing.get_args(kind)) and type(value) is not int:
+                    raise ValueError(f"{name} must be a whole number, not {value!r}")
+                if not all(_LIMITS[limit][1](value, bound) for limit, bound in limits.items()):
+                    said = " and ".join(f"{_LIMITS[limit][0]} {bound}" for limit, bound in limits.items())
+                    raise ValueError(f"{name} must be {said}, not {value!r}")
                 if choices and value not in choices:
                     raise ValueError(f"{name} cannot be {value!r}; choose from: {', '.join(choices)}")
 

@@ -103,7 +103,7 @@ _TABLE: dict[str, tuple[ModelConfig, str, str]] = {
     "gss2-small": (_GSS2, _GSS2_SMALL, "GSS2 with attention over 4,096 tokens at layers 3, 6, 9, 45M parameters"),
     "rec-fixed-skip-small": (_REC_SMALL, _SMALL, f"{_BRT}, the recurrent layer 7th of 9, 47M parameters"),
     "feedback-lstm-single-small": (_FEEDBACK_LSTM, _FEEDBACK_SMALL, f"{_FED} and LSTM gate, 56M parameters"),
-    "feedback-fixed-skip-small": (_FEEDBACK, _FEEDBACK_SMALL, f"{_FED}, 51M parameters"),
+    "feedback-fixed-skip-small": (_FEEDBACK, _FEEDBACK_SMALL, f"{_FED}, 52M parameters"),
     "slide-small": (_SLIDE, _SMALL, "Transformer on a sliding window of 512, 45M parameters"),
     "xl-small": (_XL, _SMALL, "Transformer with Transformer-XL's cache, 45M parameters"),
     "gss-tiny": (_GSS, _GSS_TINY, "GSS on bytes, for a CPU"),

@@ -12,6 +12,7 @@ from gss.bench.models import bench_decode, bench_prefill, bench_train
 from gss.decode import Decoder
 from gss.nn.gss import GSSLayer
 from gss.presets import preset
+from gss.training.step import Stepper
 from tests.making import call
 
 CPU = torch.device("cpu")
@@ -41,6 +42,19 @@ def test_train_refuses_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gss.bench.check, "_loss_and_gradients", wrong)
     with pytest.raises(ValueError, match="nothing is reported"):
         check_training(preset("gss-tiny"), CPU, 64)
+
+
+def test_dropout_does_not_hide_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for figure in check_training(preset("slide-tiny", dropout=0.5), CPU, 64):
+        assert figure.limit is not None
+        assert figure.limit < 1e-3
+    small = preset("slide-tiny", dropout=0.5)
+    monkeypatch.setattr(gss.bench.models, "preset", lambda name, **changes: small)
+    steps = []
+    original = Stepper.step
+    monkeypatch.setattr(Stepper, "step", lambda self, *at: steps.append(self.model.training) or original(self, *at))
+    bench_train("slide-tiny", [(1, 64)], CPU, repeats=1)
+    assert steps == [False, True, True, True]  # compared without, timed with it
 
 
 def test_train_refuses_a_wrong_loss_at_the_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gss
 from gss.nn.block_recurrent import RecurrentLayer
+from gss.nn.lora import add_lora
 from gss.nn.state import LayerState
 from tests.comparing import relative_error
 from tests.conftest import small_config
@@ -95,6 +96,16 @@ def test_under_autocast_and_recomputed() -> None:
     for name, tensor in precise.items():
         assert found[name].dtype == tensor.dtype
         assert relative_error(found[name], tensor) < 2 * relative_error(expected[name], tensor) + 0.02, name
+
+
+def test_lora_under_autocast() -> None:
+    layer = stack("rec-fixed-skip")
+    add_lora(layer, 2)
+    x, state = piece(layer, 2, 2 * WINDOW)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(layer, x, state)
+        layer.compile(backend="eager")
+        assert_same(run(layer, x, state), expected, 0.02)
 
 
 def test_a_model_of_some_size_compiles_in_seconds() -> None:

@@ -37,6 +37,11 @@ def test_the_start_is_the_runs_own(lab: Lab, tmp_path: Path) -> None:
     for after, begin in zip(now, start, strict=True):
         assert after.time_constants == pytest.approx(begin.time_constants, rel=1e-6)
         assert after.taps == pytest.approx(begin.taps, abs=1e-5)
+    tuned = {"steps": 1, "length": 16, "batch_tokens": 32, "start": str(run.folder)}
+    gss.train(None, lab.data, tmp_path / "tuned", quiet=True, **tuned)
+    now, start = state_spaces(read_run(tmp_path / "tuned"))
+    assert len(now) == 2
+    assert start == []  # not what the seed would have drawn
 
 
 def test_kernels_are_the_models(lab: Lab) -> None:

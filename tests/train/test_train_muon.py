@@ -1,6 +1,7 @@
 """Muon against torch's, its orthogonal steps block by block, and AdamW beside it in one optimizer."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from train_runs import small_config
 
 from gss.model import build_model
+from gss.nn.lora import add_lora
 from gss.training.config import OptimizerConfig
 from gss.training.muon import Muon, orthogonal
 from gss.training.optim import build_optimizer, set_learning_rates
@@ -87,3 +89,18 @@ def test_stacked_layers_say_so() -> None:
     model = build_model(small_config("gss-hybrid").model)
     blocks = {name: module.blocks for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name.rpartition(".")[2]: count for name, count in blocks.items() if count > 1} == {"query_key_value": 3}
+
+
+def test_nothing_is_kept_of_weights_that_lora_computes() -> None:
+    model = build_model(small_config("gss-hybrid").model)
+    add_lora(model, 2)
+
+    def computed() -> int:
+        return sum(type(each) is torch.Tensor and each.grad_fn is not None for each in gc.get_objects())
+
+    before = computed()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    assert computed() == before
+    model(torch.randint(0, 61, (1, 8)))[0].square().sum().backward()
+    optimizer.step()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)

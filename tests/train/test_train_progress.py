@@ -83,7 +83,8 @@ def test_a_run_without_end_on_a_cpu_is_warned_of(
 
 def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of every step, in order, under one id that a resumed run has too; without the package, one line."""
-    config = small_config("gss", steps=3, report__wandb=True)
+    lengths = {"report__evaluate_every": 2, "report__evaluate_lengths": [8, 16]}
+    config = small_config("gss", steps=3, report__wandb=True, **lengths)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"needs the wandb package: pip install 'gss-lm\[wandb\]'"):
         train(config, corpus, tmp_path / "run", quiet=True)
@@ -99,8 +100,12 @@ def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     train(config, corpus, tmp_path / "run", quiet=True)
     train(override(config, {"steps": 4}), corpus, tmp_path / "run", quiet=True, allow=["steps"])
-    assert [step for step, _ in logged] == [1, 2, 3, 4]
-    assert all(values["train/loss"] > 0 for _, values in logged)
+    trained = [(step, values) for step, values in logged if "train/loss" in values]
+    assert [step for step, _ in trained] == [1, 2, 3, 4]
+    assert all(values["train/loss"] > 0 for _, values in trained)
+    names = [name for _, values in logged for name in values if name.startswith("evaluation")]
+    assert names == ["evaluation/loss at 8", "evaluation/loss at 16"] * 3  # after steps 2, 3 and 4
+    assert [step for step, _ in logged] == sorted(step for step, _ in logged)
     assert len({options["id"] for options in begun}) == 1
     assert begun[0]["config"]["model"]["width"] == 16
     assert ended == [True, True]

@@ -12,13 +12,15 @@ from train_runs import assignments, final_files, losses, small_config
 from typer.testing import CliRunner
 
 import gss
-from gss import box
+from gss import box, pieces
 from gss.cli import app
 from gss.config import parse_assignments
-from gss.data import read_manifest
+from gss.data import load_tokenizer, open_dataset, prepare, read_manifest
 from gss.nn.lora import add_lora, merged
-from gss.training.start import plan
+from gss.training.config import OptimizerConfig, TrainConfig
+from gss.training.start import first_model, plan
 from tests import conftest
+from tests.conftest import FAMILIES, SLIDING, WINDOW_FAMILIES
 from tests.making import call
 
 CARRYING = ("gss", "gss-hybrid", "gss2", "dss")
@@ -118,8 +120,8 @@ def test_the_gradient_of_a_tuned_state(family: str) -> None:
     handed = state.map(lambda t: t.clone().requires_grad_(t.is_floating_point()))
     nats(model(tokens, handed.select([0, 0]))[0]).backward()
     for name, leaf in handed.named().items():
-        if leaf.grad is not None:
-            torch.testing.assert_close(got[name], leaf.grad)
+        if leaf.grad is not None:  # what is not learned has none
+            torch.testing.assert_close(got.get(name, torch.zeros_like(leaf)), leaf.grad)
     name = next(name for name, grad in got.items() if grad.abs().max() > 1e-6)
     place = int(got[name].abs().argmax())
     values = []
@@ -128,6 +130,24 @@ def test_the_gradient_of_a_tuned_state(family: str) -> None:
         moved.named()[name].view(-1)[place] += step
         values.append(nats(model(tokens, moved.select([0, 0]))[0]).item())
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(got[name].view(-1)[place].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOW_FAMILIES, SLIDING])
+def test_all_that_is_tuned_of_a_state_has_an_effect(family: str, corpus: Path, tmp_path: Path) -> None:
+    """A model that reads nothing of its first state is refused, not trained in vain."""
+    settings = {"start": str(tmp_path), "tune": "state", "model": conftest.small_config(family, vocab_size=257)}
+    config = TrainConfig(length=12, batch_tokens=24, **settings)
+    dataset = open_dataset(corpus, verify=False)
+    if not {"gss", "gss2", "dss"} & {*config.model.kinds}:
+        with pytest.raises(ValueError, match="there is nothing for tune=state to learn"):
+            first_model(config, dataset, resuming=True)
+        return
+    model = first_model(config, dataset, resuming=True)
+    tokens = torch.randint(0, 257, (2, 13))
+    pieces.backward(model, tokens[:, :-1], tokens[:, 1:], piece_tokens=12)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (parameter.grad is not None)
+        assert parameter.grad is None or parameter.grad.norm() > 0, name
 
 
 def test_tuning_a_state(corpus: Path, finished: Path, tmp_path: Path) -> None:
@@ -243,7 +263,7 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     monkeypatch.setattr("gss.training.start.pick_device", lambda _: torch.device("cuda"))
     tokens = read_manifest(corpus).splits["train"]["tokens"]
 
-    def decay(steps: int, **settings: float) -> tuple[float, str]:
+    def decay(steps: int, **settings: object) -> tuple[float, str]:
         rows = {"steps": steps, "length": 16, "batch_tokens": 1024}
         config, said = plan(corpus, tmp_path / "out", "gss2-small", None, rows | settings)
         return config.optimizer.weight_decay, said
@@ -254,7 +274,17 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     assert "recipe muon" in said
     assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, hence with a weight decay of 1")
     assert decay(often, **{"optimizer.weight_decay": 0.3})[0] == 0.3
+    assert decay(often, optimizer={"weight_decay": 0.3, "clip_norm": 2.0})[0] == 0.3
+    assert decay(often, optimizer=OptimizerConfig(weight_decay=0.3))[0] == 0.3
+    assert decay(often, optimizer={"clip_norm": 2.0})[0] == 1.0
     assert decay(often // 5)[0] == 0.1
+
+
+def test_a_corpus_without_documents_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "valid.txt").write_text("held out, all of it\n" * 20)
+    prepare([str(tmp_path / "valid.txt")], tmp_path / "corpus", load_tokenizer("bytes"))
+    with pytest.raises(ValueError, match="has no split 'train' but valid"):
+        gss.train("gss-tiny", tmp_path / "corpus", tmp_path / "run")
 
 
 @pytest.mark.parametrize(

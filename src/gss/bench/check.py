@@ -37,7 +37,7 @@ class Figure:
 def check_training(config: ModelConfig, device: torch.device, length: int) -> list[Figure]:
     """Errors of the loss and of all gradients together on a small batch, refused where they are too large."""
     torch.manual_seed(0)
-    model = build_model(config).to(device)
+    model = build_model(config).to(device).eval()  # without dropout, which would hide any error
     rows, length = 2, min(length, 1024 if device.type == "cuda" else 128)
     tokens, targets = torch.randint(0, config.vocab_size, (2, rows, length), device=device)
     measured = _loss_and_gradients(model, tokens, targets, use_fast=True)

@@ -74,7 +74,7 @@ def measure_training(
     tokens = torch.randint(0, model_config.vocab_size, (batch, length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     try:
-        model = build_model(model_config).to(device)
+        model = build_model(model_config).to(device).eval()  # the first step is compared without dropout
         expected = plain_loss(model, inputs, targets)
         stepper = Stepper(model, config, World(device))
         mask = torch.ones_like(targets, dtype=torch.bool)
@@ -84,6 +84,7 @@ def measure_training(
         first = stepper.step(step, 0).loss.item()
         if not abs(first - expected) <= 5e-3 * abs(expected):
             raise ValueError(f"{name}: the first step's loss is {first:.4f}, the plain float32 one {expected:.4f}")
+        model.train()
         seconds = statistics.median(intervals(lambda: stepper.step(step, 1), repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return inputs.numel() / seconds, account(model_config, length).parameters, peak

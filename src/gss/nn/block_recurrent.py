@@ -138,6 +138,12 @@ class StateCell(nn.Module):
         return first, second
 
 
+def _dense_weights(block: WindowBlock, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a block's dense layers in another precision, but for those that LoRA computes."""
+    layers = [(name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
+    return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers if "weight" in layer._parameters}
+
+
 def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
     """One block on one window, with some of its parameters given in another precision."""
     return functional_call(block, weights, window) if weights else block(*window)
@@ -216,9 +222,7 @@ class RecurrentLayer(SequenceLayer):
         compiled = self._compiled if windows.index is None and torch.is_grad_enabled() else None
         works = [compiled if compiled and part.stop - part.start == self.window else _PLAIN for part in parts]
         # Autocast remembers a weight that it has cast; a graph would cast it in every window.
-        ahead = autocast and self._compiled in works
-        dense_layers = [[item for item in b.named_modules() if isinstance(item[1], nn.Linear)] for b in blocks]
-        weights = [{f"{name}.weight": layer.weight.to(dtype) for name, layer in each if ahead} for each in dense_layers]
+        weights = [_dense_weights(block, dtype) if autocast and self._compiled in works else {} for block in blocks]
         biases = {
             slots: [work.bias(block.attention, windows, slots, dtype) for block in blocks]
             for slots, work in {part.stop - part.start: work for part, work in zip(parts, works, strict=True)}.items()

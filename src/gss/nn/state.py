@@ -202,6 +202,9 @@ class FirstState(nn.Module):
         return self.value().select([0] * batch)
 
     def learn(self) -> int:
-        """Set everything but the counts to be learned; returns how many numbers that is."""
-        activations = [parameter for parameter in self.parameters() if parameter.is_floating_point()]
-        return sum(parameter.requires_grad_().numel() for parameter in activations)
+        """Set what is read of it to be learned, and return how many numbers that is: of a layer that counts its tokens,
+        nothing is read before the first.
+        """
+        layers = [list(layer.parameters()) for layer in self.layers]
+        read = [layer for layer in layers if all(part.is_floating_point() or int(part) for part in layer)]
+        return sum(part.requires_grad_().numel() for layer in read for part in layer if part.is_floating_point())

@@ -235,11 +235,11 @@ class StateSpaceRecord:
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:
     """The state spaces of a run's newest checkpoint, and the initial ones. Empty without weights or state spaces; the
-    initial ones are also empty if they cannot be reconstructed, because there is no seed or the run was imported."""
+    initial ones are also empty if they are not the seed's: the run was imported, or began with trained weights."""
     now = records(run.loaded.model) if run.loaded else []
     # An imported model may have changed since (a larger vocabulary shifts every later random draw).
-    trained_here = bool(now) and "seed" in run.config and run.environment
-    return now, records(build_model(run.model_config, run.config["seed"])) if trained_here else []
+    drawn = bool(now) and "seed" in run.config and run.environment and not run.config.get("start")
+    return now, records(build_model(run.model_config, run.config["seed"])) if drawn else []
 
 
 @torch.no_grad()

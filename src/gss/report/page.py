@@ -157,7 +157,7 @@ def _memory(runs: list[RunRecord]) -> str:
         name = re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-").lower() or "run"
         content += _figures(figures.memory_pictures(f"{name}-{index + 1}", now, start))
         if not start:
-            unknown = "Where this model started is not known: its folder has no seed, or was imported."
+            unknown = "Where this model started is not known: it was imported, or began with trained weights."
             content += _paragraph("note", unknown)
     return content
 

@@ -127,10 +127,10 @@ def train_trial(trial: Trial, folder: Path, device: torch.device, quiet: bool) -
         try:
             return train(config, trial.corpus.folder, folder, quiet=quiet).signal
         except torch.OutOfMemoryError:
-            half = (config.micro_batch_tokens or config.batch_tokens) // 2 // config.length * config.length
+            half = (config.micro_batch_tokens or config.batch_tokens) // 2 // config.longest * config.longest
             if not half:
                 raise ValueError(
-                    f"not even one row of {config.length:,} tokens of {config.preset} fits into memory"
+                    f"not even one row of {config.longest:,} tokens of {config.preset} fits into memory"
                 ) from None
             config = replace(config, micro_batch_tokens=half)
             torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ class OptimizerConfig(Checked):
     where √width is far better (docs/training.md)."""
     weight_decay: float = limited(0.1, ge=0)
     """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[float, float] = limited((0.9, 0.98), ge=0, lt=1)
     """Decay rates of Adam's moments. The paper only says Adam; 0.98 is the value of the example that its other numbers
     come from. Adafactor uses the first as its momentum (0 for none) and ignores the second."""
     epsilon: float = limited(1e-8, gt=0)
@@ -54,8 +54,8 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
-            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas must be two numbers, not {self.betas!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ReportConfig(Checked):
     """Steps between progress lines (the metrics file has every step)."""
     evaluate_every: int = limited(1000, ge=0)
     """Steps between evaluations on the validation split; 0 for none."""
-    evaluate_lengths: tuple[int, ...] = ()
+    evaluate_lengths: tuple[int, ...] = limited((), ge=1)
     """Evaluation lengths, reduced to the longest document where needed. Empty: the training length."""
     evaluate_tokens: int = limited(1 << 18, ge=1)
     """Validation tokens that an evaluation scores at most."""
@@ -135,8 +135,8 @@ class TrainConfig(Checked):
     length: int = limited(4096, ge=1)
     """L, tokens per row."""
     late_length: int | None = limited(None, ge=1)
-    """Tokens per row in the last steps, in fewer rows: short rows teach more per token, long ones the use of a long
-    context. None: `length` to the end."""
+    """Tokens per row in the last steps, a multiple of `length`, in fewer rows: short rows teach more per token, long
+    ones the use of a long context. None: `length` to the end."""
     late_share: float = limited(0.1, gt=0, lt=1)
     """The share of the steps, the last ones, with rows of `late_length`."""
     batch_tokens: int = limited(1 << 19, ge=1)
@@ -173,19 +173,12 @@ class TrainConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length, ranks = ("length", self.length), ("parallel.context", self.parallel.context)
-        parts = [
-            ("batch_tokens", *length),
-            ("micro_batch_tokens", *length),
-            ("length", *ranks),
-            ("piece_tokens", *ranks),
-        ]
-        if self.late_length is not None:
-            late = ("late_length", self.late_length)
-            parts += [("batch_tokens", *late), ("micro_batch_tokens", *late), ("late_length", *ranks)]
-            if self.batching == "lanes":
-                raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
-        for name, unit, size in parts:
+        if self.late_length is not None and self.batching == "lanes":
+            raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
+        longest = ("length" if self.late_length is None else "late_length", self.longest)
+        ranks = ("parallel.context", self.parallel.context)
+        parts = {"late_length": ("length", self.length), "batch_tokens": longest, "micro_batch_tokens": longest}
+        for name, (unit, size) in (parts | {"length": ranks, "piece_tokens": ranks}).items():
             value = getattr(self, name) or 0
             if value % size:
                 raise ValueError(
@@ -211,7 +204,7 @@ class TrainConfig(Checked):
     @property
     def longest(self) -> int:
         """Tokens of the longest rows."""
-        return max(self.length, self.late_length or 0)
+        return self.late_length or self.length
 
     @property
     def first_late_step(self) -> int:

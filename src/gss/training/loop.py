@@ -271,7 +271,7 @@ class _Run:
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
                     "this CPU. Ctrl-C stops; --config tiny or cpu, or --set steps=…, makes a run of it that ends, and "
-                    f"--set micro_batch_tokens={config.length} one that takes less memory"
+                    f"--set micro_batch_tokens={config.longest} one that takes less memory"
                 )
         if self.step:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}")
@@ -310,8 +310,9 @@ class _Run:
         if self.world.leads:
             self.folder.append_metrics(rows)
             for row in rows:
-                numbers = {k: v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, int | float)}
-                self.progress.scalars(row["step"], {f"{row['kind']}/{name}": v for name, v in numbers.items()})
+                at = f" at {row['length']}" if "length" in row else ""
+                numbers = {k: v for k, v in row.items() if k not in ("kind", "step", "length") and v is not None}
+                self.progress.scalars(row["step"], {f"{row['kind']}/{k}{at}": v for k, v in numbers.items()})
 
     def _evaluate(self) -> None:
         """Every process runs the same evaluation (under FSDP2 each holds a shard of the model); the leader writes."""

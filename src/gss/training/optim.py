@@ -76,7 +76,8 @@ Groups = list[dict[str, Any]]
 def _muon(model: nn.Module, groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in groups]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    blocks: dict[Tensor, int] = {module.weight: getattr(module, "blocks", 1) for module in linear}
+    # Parameters alone: with LoRA a `weight` is computed, and would be kept.
+    blocks: dict[Tensor, int] = {p: getattr(m, "blocks", 1) for m in linear for p in m.parameters(recurse=False)}
     return Muon(groups, betas=config.betas, epsilon=config.epsilon, blocks=blocks)
 
 

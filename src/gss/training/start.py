@@ -10,7 +10,7 @@ from typing import Any
 from gss.accounting import account
 from gss.choices import nearest
 from gss.config import ModelConfig, flattened, from_mapping, override, parse_assignments, to_mapping
-from gss.data import Dataset, read_manifest
+from gss.data import Dataset, open_dataset
 from gss.io.devices import pick_device
 from gss.io.runs import read_config
 from gss.lm import load, run_folder
@@ -40,7 +40,10 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
         model.start_from(model.initial_state(1))
         assert model.first is not None
         if not model.first.learn():
-            raise ValueError("the first state of this model is empty: there is nothing in it for tune=state to learn")
+            raise ValueError(
+                "there is nothing for tune=state to learn: attention reads nothing before the first token, and this "
+                "model has no state space. Train its weights, or a LoRA update"
+            )
     return model.train()
 
 
@@ -72,8 +75,8 @@ def plan(
     the machine and what is trained. With `start` among the settings the model is that of the weights.
     """
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
-    manifest = read_manifest(Path(data))
-    vocabulary = manifest.tokenizer["vocab_size"]
+    dataset = open_dataset(data, verify=False)
+    vocabulary: int | None = dataset.vocab_size
     if recipe is None and (Path(out) / "config.json").is_file():
         begun = from_mapping(TrainConfig, read_config(Path(out)))
         if preset in (None, begun.preset):
@@ -91,8 +94,9 @@ def plan(
     recipe, reason = _suited(resolve(preset, None, sets, vocabulary, base))
     said = f"with the recipe {recipe}, for {reason} (--config chooses another, `gss settings` lists what --set changes)"
     config = resolve(preset, recipe, sets, vocabulary, base)
-    passes = config.steps * config.batch_tokens / max(1, manifest.splits["train"]["tokens"])
-    if recipe == "muon" and passes >= _PASSES and "optimizer.weight_decay" not in sets:
+    passes = config.steps * config.batch_tokens / len(dataset.tokens)
+    decided = {"optimizer", "optimizer.weight_decay"} & flattened(sets).keys()  # by the user
+    if recipe == "muon" and passes >= _PASSES and not decided:
         config = override(config, {"optimizer.weight_decay": _STRONG_DECAY})
         said += f". It reads the corpus {passes:.1f} times, hence with a weight decay of {_STRONG_DECAY:g}"
     return config, said
