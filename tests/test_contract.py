@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gss
 from gss.choices import ACTIVATIONS, WITH_DROPOUT
+from gss.nn.dense import FeedForward
 from tests.comparing import assert_equal, relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
@@ -212,8 +213,9 @@ def test_dropout_in_every_layer_and_only_in_training(family: str) -> None:
     model = gss.build_model(small_config(family, dropout=0.5))
     x = torch.randn(1, 20, model.config.width)
     for layer in model.sequence_layers():
-        if hasattr(layer, "feedforward"):
-            layer.feedforward.dropout.p = 0.0  # what mixes the tokens has its own
+        for part in [part for part in layer.modules() if isinstance(part, FeedForward)]:
+            assert not torch.equal(part(x), part(x))
+            part.dropout.p = 0.0  # what mixes the tokens has its own
         assert not torch.equal(layer(x)[0], layer(x)[0])
         layer.eval()
         assert torch.equal(layer(x)[0], layer(x)[0])

@@ -64,6 +64,8 @@ def test_what_the_time_does_not_suffice_for_is_said(tmp_path: Path, capsys: pyte
     assert "0 of 1 runs are done\n  books llama-tiny" in capsys.readouterr().out
     with pytest.raises(ValueError, match="line 2: write CORPUS SYSTEM"):
         quality.parsed("books llama-small\nllama-small\n")
+    plan.write_text("books llama-tiny\nbooks llama-tiny+seed=1 probe\n")
+    assert quality.missing(plan, lambda _: [{"system": "llama-tiny"}]) == [("books", "llama-tiny+seed=1", True)]
 
 
 def test_the_plan_names_systems_that_there_are() -> None:
