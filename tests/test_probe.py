@@ -23,6 +23,7 @@ from gss.probe import (
     task_optimizer,
     train_on_task,
 )
+from gss.probe.context import _rows as context_losses
 from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effective_context
 from gss.report import write_report
 from gss.training.step import Stepper
@@ -138,6 +139,26 @@ def test_no_gain_has_no_effective_context() -> None:
     assert effective_context([1, 2, 4, 8], losses, np.full(8, 100))[:2] == (2, (2, 2))
 
 
+def test_the_effective_context_is_as_sure_as_its_documents() -> None:
+    """A gain of less than two standard errors is none; of 8 documents, those that gain at last are missing from one
+    resampling in ten."""
+    counts = np.full(8, 100)
+    for gains, expected in (((30, -10), None), ((30, 10), 2)):
+        losses = np.outer(np.tile(gains, 4), [1.0, 0.0, 0.0, 0.0])
+        assert effective_context([1, 2, 4, 8], losses, counts)[0] == expected
+    gained = np.array([2, 2, 4, 4, 4, 4, 8, 8])
+    losses = 100.0 * (np.array([1, 2, 4, 8]) < gained[:, None])
+    assert effective_context([1, 2, 4, 8], losses, counts)[:2] == (8, (4, 8))
+    counts[0] = 700  # documents count by their tokens
+    losses = np.stack([counts, 60 * (np.arange(8) == 1), 0 * counts], axis=1)
+    assert effective_context([1, 2, 4], losses, counts)[0] == 2
+    hard = 100.0 * np.arange(8)  # some documents are, with any context
+    short, long = context_losses([1, 8], np.stack([hard + counts / 35, hard], axis=1), counts)
+    assert (short.excess, short.excess_error, long.excess_error) == pytest.approx((40 / 1400, 0, 0), abs=1e-12)
+    assert short.standard_error == pytest.approx(long.standard_error)
+    assert long.standard_error > 0.5
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_losses_are_those_of_whole_forwards(family: str) -> None:
     model = gss.build_model(small_config(family)).double().eval()
@@ -228,10 +249,11 @@ def test_a_task_is_learned_and_tested_longer() -> None:
 
 
 def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, task, shapes = small_config("gss2"), make_task("recall", 4, 32), []
+    config, task, shapes, read = small_config("gss2"), make_task("recall", 4, 32), [], []
 
     def spied(self: Stepper, batch: Any, step: int) -> Any:
         shapes.append((*batch.tokens.shape, int(batch.mask.sum())))
+        read.append(batch.tokens.tolist())
         return original(self, batch, step)
 
     original = Stepper.step
@@ -240,6 +262,7 @@ def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"length": 16, "rows": 2, "sequences": 1}
     result = train_on_task(config, task, steps=4, curriculum=stages, **options)
     assert shapes == [(6, 4, 6), (6, 4, 6), (1, 24, 2), (2, 16, 8)]
+    assert read[0] != read[1]
     assert result.curriculum == tuple(stages)
     assert [row.length for row in result.accuracy] == [16]
     for wrong, message in (
