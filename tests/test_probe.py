@@ -310,10 +310,11 @@ def test_on_a_gpu() -> None:
 def test_accuracy_counts_the_targets() -> None:
     task = make_task("passkey", items=5)
     draws = [task.draw((0, 1, 14, first), 4, 14) for first in (0, 4)]
-    expected = np.mean([(row[-5:] == row[-13:-8]).mean() for draw in draws for row in draw.tokens])
+    shares = np.array([(row[-5:] == row[-13:-8]).mean() for draw in draws for row in draw.tokens])
     found = task_accuracy(Echo(64, 8).eval(), task, 14, sequences=8, piece=7, batch_tokens=28)
-    assert found.accuracy == pytest.approx(expected)
-    assert found.solved == np.mean([(row[-5:] == row[-13:-8]).all() for draw in draws for row in draw.tokens])
+    assert found.accuracy == pytest.approx(shares.mean())
+    assert found.standard_error == pytest.approx(shares.std(ddof=1) / 8**0.5)
+    assert found.solved == (shares == 1).mean()
 
 
 def test_commands_and_report(tmp_path: Path) -> None:
