@@ -226,6 +226,10 @@ def test_tasks_can_be_solved(name: str, items: int, length: int) -> None:
     for row, counted in zip(tokens.tolist(), mask, strict=True):
         asked = np.flatnonzero(counted).tolist()
         assert [solve(name, row, index, items) for index in asked] == [row[index] for index in asked]
+    if name == "recall":  # neither the keys nor the order in which they are asked for give anything away
+        keys, asked = tokens[:, : 2 * items : 2], tokens[:, :-1][mask[:, 1:]].reshape(rows, items)
+        assert (np.diff(keys) < 0).any()
+        assert (asked != keys).any()
     again, other = task.draw(3, rows, length), task.draw((3, 1), rows, length)
     assert (again.tokens == tokens).all()
     assert (other.tokens != tokens).any()
