@@ -248,6 +248,7 @@ def test_a_task_is_learned_and_tested_longer() -> None:
     assert seen == [*range(1, 61)]
     options |= {"steps": 3}
     assert train_on_task(config, task, **options).loss == train_on_task(config, task, **options).loss
+    assert task_optimizer(small_config("gss", width=64), 2).embedding_factor == 8  # an embedding of N(0, 1)
     other = task_optimizer(config, 2, "adamw", 1e-3)
     assert train_on_task(config, task, length=8, steps=2, sequences=1, optimizer=other).optimizer == "adamw"
 
