@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gss
 from gss.choices import ACTIVATIONS, WITH_DROPOUT
+from gss.nn.attention import TransformerBlock
 from gss.nn.dense import FeedForward
 from tests.comparing import assert_equal, relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
@@ -246,3 +247,19 @@ def test_state_precision_under_autocast(family: str) -> None:
     assert relative_error(torch.cat([pieces, rest], dim=1), logits) < 0.02
     assert model.bounded_state
     assert state.nbytes == model.initial_state(2).nbytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", EVERY)
+def test_a_model_in_bfloat16_sums_up_in_float32(family: str) -> None:
+    """Its states, but for the keys and values that attention only keeps."""
+    model = gss.build_model(small_config(family))
+    tokens = torch.randint(0, 61, (2, 30))
+    expected = model(tokens)[0]
+    model.bfloat16()
+    _, state = model(tokens[:, :13])
+    rest, state = model(tokens[:, 13:], state)
+    assert relative_error(rest, expected[:, 13:]) < 0.05
+    for layer, held in zip(model.layers, state.layers, strict=True):
+        kept = {"keys", "values"} if isinstance(layer, TransformerBlock) else set()
+        assert all(held[name].dtype == torch.float32 for name in held.keys() - kept - {"length"})

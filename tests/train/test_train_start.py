@@ -88,6 +88,8 @@ def test_lora(corpus: Path, finished: Path, tmp_path: Path) -> None:
 def test_lora_is_its_merged_weights(family: str) -> None:
     model = gss.build_model(conftest.small_config(family)).eval()
     add_lora(model, 3)
+    drawn = [parameter.flatten() for name, parameter in model.named_parameters() if name.endswith(".down")]
+    assert torch.cat(drawn).std().item() == pytest.approx(3**-0.5, rel=0.15)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.endswith((".up", ".down"))
         if parameter.requires_grad:
