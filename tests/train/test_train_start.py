@@ -100,6 +100,14 @@ def test_lora_is_its_merged_weights(family: str) -> None:
     torch.testing.assert_close(model(tokens)[0], plain(tokens)[0])
 
 
+def test_a_product_of_another_size_is_not_made() -> None:
+    """It would have 4 TB."""
+    place = "layer.parametrizations.weight."
+    parts = {"original": (2, 2), "0.up": (10**6, 1), "0.down": (1, 10**6)}
+    with pytest.raises(ValueError, match="on top of layer has another size"):
+        merged({place + name: torch.zeros(shape) for name, shape in parts.items()})
+
+
 @pytest.mark.parametrize("family", CARRYING)
 def test_the_gradient_of_a_tuned_state(family: str) -> None:
     """It is that of the loss with respect to a state that is handed in, and by differences too."""
