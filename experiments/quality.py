@@ -97,7 +97,7 @@ def measure(
 
     import gss
     from gss.data import open_dataset
-    from gss.io.runs import read_metrics
+    from gss.io.runs import read_metrics, training_summary
     from gss.lm import load
     from gss.training import resolve
 
@@ -115,7 +115,7 @@ def measure(
             return None
     lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     training = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
-    losses, speeds = [row["loss"] for row in training], sorted(row["tokens_per_second"] for row in training)
+    losses, summary = [row["loss"] for row in training], training_summary(training, config.batch_tokens)
     with unstoppable():
         found = scores(lm.model, held_out, config.longest, probed)
     return {
@@ -123,7 +123,7 @@ def measure(
         "settings": recipe,
         "parameters": sum(p.numel() for p in lm.model.parameters()),
         "tokens": config.steps * config.batch_tokens,
-        "tokens_per_second": round(speeds[len(speeds) // 2]),
+        "tokens_per_second": round(summary["tokens_per_second"]),
         "train": [round(sum(part) / len(part), 4) for part in (losses[i : i + 50] for i in range(0, len(losses), 50))],
         **found,
     }

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 import gss
 from gss.choices import ACTIVATIONS, WITH_DROPOUT
+from gss.nn.attention import TransformerBlock
+from gss.nn.dense import FeedForward
 from tests.comparing import assert_equal, relative_error, run, run_prefixes
 from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
@@ -212,8 +214,9 @@ def test_dropout_in_every_layer_and_only_in_training(family: str) -> None:
     model = gss.build_model(small_config(family, dropout=0.5))
     x = torch.randn(1, 20, model.config.width)
     for layer in model.sequence_layers():
-        if hasattr(layer, "feedforward"):
-            layer.feedforward.dropout.p = 0.0  # what mixes the tokens has its own
+        for part in [part for part in layer.modules() if isinstance(part, FeedForward)]:
+            assert not torch.equal(part(x), part(x))
+            part.dropout.p = 0.0  # what mixes the tokens has its own
         assert not torch.equal(layer(x)[0], layer(x)[0])
         layer.eval()
         assert torch.equal(layer(x)[0], layer(x)[0])
@@ -229,9 +232,10 @@ def test_a_forward_pass_does_not_wait_for_the_device(family: str) -> None:
     assert state.batch == 2
 
 
-@pytest.mark.parametrize("family", ["gss", "dss", *WINDOW_FAMILIES])
+@pytest.mark.parametrize("family", ["gss", "gss2", "dss", *WINDOW_FAMILIES])
 def test_state_precision_under_autocast(family: str) -> None:
-    model = gss.build_model(small_config(family))
+    # Beside GSS2 layers there is attention, whose cache has the precision of what it holds.
+    model = gss.build_model(small_config(family, **{"pattern": ("gss2",)} if family == "gss2" else {}))
     tokens = torch.randint(0, 61, (2, 30))
     with torch.autocast("cpu", torch.bfloat16):
         logits, state = model(tokens)
@@ -243,3 +247,19 @@ def test_state_precision_under_autocast(family: str) -> None:
     assert relative_error(torch.cat([pieces, rest], dim=1), logits) < 0.02
     assert model.bounded_state
     assert state.nbytes == model.initial_state(2).nbytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", EVERY)
+def test_a_model_in_bfloat16_sums_up_in_float32(family: str) -> None:
+    """Its states, but for the keys and values that attention only keeps."""
+    model = gss.build_model(small_config(family))
+    tokens = torch.randint(0, 61, (2, 30))
+    expected = model(tokens)[0]
+    model.bfloat16()
+    _, state = model(tokens[:, :13])
+    rest, state = model(tokens[:, 13:], state)
+    assert relative_error(rest, expected[:, 13:]) < 0.05
+    for layer, held in zip(model.layers, state.layers, strict=True):
+        kept = {"keys", "values"} if isinstance(layer, TransformerBlock) else set()
+        assert all(held[name].dtype == torch.float32 for name in held.keys() - kept - {"length"})

@@ -150,18 +150,18 @@ def test_a_manifest_whose_files_are_none(run: Path, files: Any) -> None:
     "change",
     [
         {"position": torch.tensor(3)},
-        {"position": torch.tensor([3.0])},
-        {"position": torch.tensor([-3])},
-        {"position": torch.tensor([2**62]), "layers.0.length": torch.tensor([2**62])},
-        {"layers.0.length": torch.tensor([4])},
-        {"position": torch.tensor([500]), "layers.0.length": torch.tensor([500])},
+        {"position": torch.tensor([3.0, 3.0])},
+        {name: torch.tensor([3, -3]) for name in ("position", "layers.0.length")},
+        {name: torch.tensor([2**62, 2**62]) for name in ("position", "layers.0.length")},
+        {"layers.0.length": torch.tensor([3, 2])},
+        {name: torch.tensor([3, 500]) for name in ("position", "layers.0.length")},
         {"layers.7.keys": torch.zeros(1)},
         {"x": torch.zeros(1)},
     ],
 )
 def test_states_that_are_none(tmp_path: Path, change: dict[str, torch.Tensor]) -> None:
     model = gss.build_model(small_config("transformer", depth=1, vocab_size=257)).eval()
-    tokens = torch.tensor([[1, 2, 3]])
+    tokens = torch.tensor([[1, 2, 3]] * 2)
     state = model(tokens)[1]
     assert state is not None
     save_file({**state.named(), **change}, tmp_path / "state.safetensors")

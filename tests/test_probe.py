@@ -23,6 +23,7 @@ from gss.probe import (
     task_optimizer,
     train_on_task,
 )
+from gss.probe.context import _rows as context_losses
 from gss.probe.context import block_losses, choose_blocks, contexts_up_to, effective_context
 from gss.report import write_report
 from gss.training.step import Stepper
@@ -138,6 +139,26 @@ def test_no_gain_has_no_effective_context() -> None:
     assert effective_context([1, 2, 4, 8], losses, np.full(8, 100))[:2] == (2, (2, 2))
 
 
+def test_the_effective_context_is_as_sure_as_its_documents() -> None:
+    """A gain of less than two standard errors is none; of 8 documents, those that gain at last are missing from one
+    resampling in ten."""
+    counts = np.full(8, 100)
+    for gains, expected in (((30, -10), None), ((30, 10), 2)):
+        losses = np.outer(np.tile(gains, 4), [1.0, 0.0, 0.0, 0.0])
+        assert effective_context([1, 2, 4, 8], losses, counts)[0] == expected
+    gained = np.array([2, 2, 4, 4, 4, 4, 8, 8])
+    losses = 100.0 * (np.array([1, 2, 4, 8]) < gained[:, None])
+    assert effective_context([1, 2, 4, 8], losses, counts)[:2] == (8, (4, 8))
+    counts[0] = 700  # documents count by their tokens
+    losses = np.stack([counts, 60 * (np.arange(8) == 1), 0 * counts], axis=1)
+    assert effective_context([1, 2, 4], losses, counts)[0] == 2
+    hard = 100.0 * np.arange(8)  # some documents are, with any context
+    short, long = context_losses([1, 8], np.stack([hard + counts / 35, hard], axis=1), counts)
+    assert (short.excess, short.excess_error, long.excess_error) == pytest.approx((40 / 1400, 0, 0), abs=1e-12)
+    assert short.standard_error == pytest.approx(long.standard_error)
+    assert long.standard_error > 0.5
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_losses_are_those_of_whole_forwards(family: str) -> None:
     model = gss.build_model(small_config(family)).double().eval()
@@ -205,6 +226,10 @@ def test_tasks_can_be_solved(name: str, items: int, length: int) -> None:
     for row, counted in zip(tokens.tolist(), mask, strict=True):
         asked = np.flatnonzero(counted).tolist()
         assert [solve(name, row, index, items) for index in asked] == [row[index] for index in asked]
+    if name == "recall":  # neither the keys nor the order in which they are asked for give anything away
+        keys, asked = tokens[:, : 2 * items : 2], tokens[:, :-1][mask[:, 1:]].reshape(rows, items)
+        assert (np.diff(keys) < 0).any()
+        assert (asked != keys).any()
     again, other = task.draw(3, rows, length), task.draw((3, 1), rows, length)
     assert (again.tokens == tokens).all()
     assert (other.tokens != tokens).any()
@@ -223,15 +248,17 @@ def test_a_task_is_learned_and_tested_longer() -> None:
     assert seen == [*range(1, 61)]
     options |= {"steps": 3}
     assert train_on_task(config, task, **options).loss == train_on_task(config, task, **options).loss
+    assert task_optimizer(small_config("gss", width=64), 2).embedding_factor == 8  # an embedding of N(0, 1)
     other = task_optimizer(config, 2, "adamw", 1e-3)
     assert train_on_task(config, task, length=8, steps=2, sequences=1, optimizer=other).optimizer == "adamw"
 
 
 def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, task, shapes = small_config("gss2"), make_task("recall", 4, 32), []
+    config, task, shapes, read = small_config("gss2"), make_task("recall", 4, 32), [], []
 
     def spied(self: Stepper, batch: Any, step: int) -> Any:
         shapes.append((*batch.tokens.shape, int(batch.mask.sum())))
+        read.append(batch.tokens.tolist())
         return original(self, batch, step)
 
     original = Stepper.step
@@ -240,6 +267,7 @@ def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"length": 16, "rows": 2, "sequences": 1}
     result = train_on_task(config, task, steps=4, curriculum=stages, **options)
     assert shapes == [(6, 4, 6), (6, 4, 6), (1, 24, 2), (2, 16, 8)]
+    assert read[0] != read[1]
     assert result.curriculum == tuple(stages)
     assert [row.length for row in result.accuracy] == [16]
     for wrong, message in (
@@ -287,10 +315,11 @@ def test_on_a_gpu() -> None:
 def test_accuracy_counts_the_targets() -> None:
     task = make_task("passkey", items=5)
     draws = [task.draw((0, 1, 14, first), 4, 14) for first in (0, 4)]
-    expected = np.mean([(row[-5:] == row[-13:-8]).mean() for draw in draws for row in draw.tokens])
+    shares = np.array([(row[-5:] == row[-13:-8]).mean() for draw in draws for row in draw.tokens])
     found = task_accuracy(Echo(64, 8).eval(), task, 14, sequences=8, piece=7, batch_tokens=28)
-    assert found.accuracy == pytest.approx(expected)
-    assert found.solved == np.mean([(row[-5:] == row[-13:-8]).all() for draw in draws for row in draw.tokens])
+    assert found.accuracy == pytest.approx(shares.mean())
+    assert found.standard_error == pytest.approx(shares.std(ddof=1) / 8**0.5)
+    assert found.solved == (shares == 1).mean()
 
 
 def test_commands_and_report(tmp_path: Path) -> None:

@@ -2,12 +2,19 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import gss
 from experiments import quality
 from gss.data import load_tokenizer, prepare
+from tests.conftest import small_config
+from tests.making import dataset_from_arrays
 
 TINY = ("steps=2", "length=32", "batch_tokens=64", "compile=false", "optimizer.warmup_steps=1", "device=cpu")
 SMALL = "+model.width=8+model.depth=3+model.feedforward_width=8+model.attention.heads=2"
@@ -57,6 +64,8 @@ def test_what_the_time_does_not_suffice_for_is_said(tmp_path: Path, capsys: pyte
     assert "0 of 1 runs are done\n  books llama-tiny" in capsys.readouterr().out
     with pytest.raises(ValueError, match="line 2: write CORPUS SYSTEM"):
         quality.parsed("books llama-small\nllama-small\n")
+    plan.write_text("books llama-tiny\nbooks llama-tiny+seed=1 probe\n")
+    assert quality.missing(plan, lambda _: [{"system": "llama-tiny"}]) == [("books", "llama-tiny+seed=1", True)]
 
 
 def test_the_plan_names_systems_that_there_are() -> None:
@@ -82,3 +91,57 @@ def test_runs_are_compared_where_they_were_scored_on_the_same_tokens() -> None:
     assert quality.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
     with pytest.raises(ValueError, match="no edition"):
         quality.paired([first], theirs[1:], "choose", 4096)
+
+
+def _run(system: str, rate: float, *losses: float) -> dict[str, Any]:
+    """A made-up result: documents of 10, 20, 30 and 40 tokens with these losses per token."""
+    documents = [(loss * count, count) for loss, count in zip(losses, (10, 20, 30, 40), strict=True)]
+    about = {"settings": {"optimizer.learning_rate": rate}, "parameters": 2_000_000, "hardware": "a CPU"}
+    return {"system": system, "documents": {"4096": documents}, "date": "today", "commit": "this", **about}
+
+
+def test_a_table_is_chosen_on_one_half_and_reports_the_other(tmp_path: Path) -> None:
+    """The better Llama on the documents to choose is the worse one on those to report, and is compared with."""
+    results = [
+        _run("llama-small", 0.01, 3.0, 2.0, 3.0, 2.0),
+        _run("llama-small+model.bias=true", 0.01, 2.5, 3.0, 2.5, 2.4),
+        _run("gss2-small", 0.02, 2.0, 2.8, 2.9, 2.1),
+        _run("gss2-small+seed=1", 0.02, 2.2, 2.6, 2.3, 2.3),
+    ]
+    (tmp_path / "books.json").write_text(json.dumps(results))
+    llama = [math.exp((20 * 3.0 + 40 * 2.4) / 60), math.exp((20 * 2.0 + 40 * 2.0) / 60)]
+    seeds = [math.exp((20 * a + 40 * b) / 60) for a, b in ((2.8, 2.1), (2.6, 2.3))]
+    twenty, forty = math.exp(2.7 - 3.0), math.exp(2.2 - 2.4)  # the ratios of each document, means over seeds
+    ratio, error = math.exp((20 * (2.7 - 3.0) + 40 * (2.2 - 2.4)) / 60), abs(twenty - forty) / 2
+    plain = math.exp((20 * (2.0 - 3.0) + 40 * (2.0 - 2.4)) / 60), abs(math.exp(2.0 - 3.0) - math.exp(2.0 - 2.4)) / 2
+    gss2 = f"{statistics.mean(seeds):.2f} ± {abs(seeds[0] - seeds[1]) / math.sqrt(2):.2f}"
+    assert quality.page(tmp_path).splitlines()[2:] == [
+        f"| `gss2-small`, rate 0.02 | 2.0M | 2 | {gss2} | {ratio:.3f} ± {error:.3f} |",
+        f"| `llama-small`, rate 0.01, `bias=true` | 2.0M | 1 | {llama[0]:.2f} | 1 |",
+        f"| `llama-small`, rate 0.01 | 2.0M | 1 | {llama[1]:.2f} | {plain[0]:.3f} ± {plain[1]:.3f} |",
+        "",
+        "Scored on 60 tokens of 2 documents. a CPU, today, commit this.",
+    ]
+
+
+@torch.no_grad()
+def test_long_texts_are_scored_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its training length a model that attends to everything has a sliding window of it; each target of a
+    stream is scored once."""
+    monkeypatch.setattr(quality, "LENGTHS", (8, 16, 32))
+    draw = np.random.default_rng(0)
+    held_out = dataset_from_arrays(draw.integers(0, 60, (4, 39)).tolist(), vocab_size=61, eos_id=60)
+    model = gss.build_model(small_config("llama"), seed=0).eval()
+    slides = gss.build_model(small_config("llama", **{"attention.sliding": 16}))
+    slides.load_state_dict(model.state_dict())
+    assert quality.scores(model, held_out, 16, probed=False)["documents"].keys() == {"8", "16"}
+    monkeypatch.setattr(quality, "context_losses", lambda *_: None)
+    found = quality.scores(model, held_out, 16, probed=True)
+    for length, scoring in ((16, model), (32, slides)):
+        nats = [nats for nats, _ in gss.evaluate(scoring, held_out, [length]).rows[0].by_document]
+        assert [nats for nats, _ in found["documents"][str(length)]] == pytest.approx(nats, abs=0.01)
+    tokens = torch.from_numpy(held_out.tokens[:129])
+    for window in (32, 128):
+        rows = tokens.unfold(0, window + 1, window)
+        losses = torch.nn.functional.cross_entropy(slides(rows[:, :-1])[0].mT, rows[:, 1:])
+        assert found["stream"][str(window)] == pytest.approx(losses.item(), abs=1e-4)

@@ -114,9 +114,11 @@ def test_a_paired_comparison_has_the_error_of_the_difference() -> None:
     ours = [(float(c * (h - g)), int(c)) for c, h, g in zip(counts, hardness, gain, strict=True)]
     theirs = [(float(c * h), int(c)) for c, h in zip(counts, hardness, strict=True)]
     found = compare.paired_ratio(ours, theirs)
-    expected = math.exp(-float((counts * gain).sum()) / counts.sum())
-    assert found.ratio == pytest.approx(expected)
-    assert 0.5 * 0.01 / math.sqrt(60) < found.standard_error < 2.5 * 0.01 / math.sqrt(60)
+    expected_nats = -float((counts * gain).sum())
+    assert found.ratio == pytest.approx(math.exp(expected_nats / counts.sum()))
+    left_out = [math.exp((expected_nats - c * -g) / (counts.sum() - c)) for c, g in zip(counts, gain, strict=True)]
+    mean = sum(left_out) / 60
+    assert found.standard_error == pytest.approx(math.sqrt(59 / 60 * sum((each - mean) ** 2 for each in left_out)))
     assert found.sigmas < -5
     assert compare.paired_ratio(theirs, theirs).ratio == 1
     assert math.isnan(compare.paired_ratio(ours[:1], theirs[:1]).standard_error)

@@ -34,8 +34,14 @@ FAMILIES = {
 
 
 def model_of(name: str) -> gss.LanguageModel:
+    """A model whose scales and biases are not the ones and zeros that they start at."""
     family = {"gss2-one-tap": "gss2", "slide-all": "llama"}.get(name, name)
-    return gss.build_model(small_config(family, **{**WIDE, **FAMILIES.get(name, {})}), seed=1).eval()
+    model = gss.build_model(small_config(family, **{**WIDE, **FAMILIES.get(name, {})}), seed=1).eval()
+    draw = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return model
 
 
 @torch.no_grad()

@@ -117,3 +117,12 @@ def test_the_skip_of_a_matrix_state() -> None:
         assert layer.state_space.skip.tolist() == [expected] * 2
     with pytest.raises(ValueError, match="skip must be a finite number"):
         small_config("gss2", **{"matrix_state.skip": math.inf})
+
+
+def test_layers_may_start_as_the_identity() -> None:
+    x = torch.randn(1, 9, 16)
+    for zero in (True, False):
+        for layer in gss.build_model(small_config("gss2", zero_outputs=zero)).layers:
+            assert torch.equal(layer(x)[0], x) == zero
+            dense = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+            assert {module.last for module in dense if not module.weight.any()} == ({True} if zero else set())

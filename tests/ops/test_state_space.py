@@ -79,6 +79,7 @@ def test_accurate_at_65536_in_float32(method: str) -> None:
         error = max(error, (actual[:, start : start + 4096] - exact).abs().max().item())
         largest = max(largest, exact.abs().max().item())
     assert error / largest < 1e-5
+    assert (transition(log_a[0] * (length - 1), torch.complex64) - powers ** (length - 1)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 17, 64, 97, 127, 331])

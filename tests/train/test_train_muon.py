@@ -63,12 +63,13 @@ def test_batches_and_blocks_are_what_each_matrix_gives_alone() -> None:
 
 @pytest.mark.parametrize("family", ["gss-hybrid", "dss", "slide"])
 def test_what_is_no_matrix_has_adamw(family: str) -> None:
-    config = OptimizerConfig(name="muon", learning_rate=1e-3, matrix_learning_rate=4e-3, embedding_factor=8.0)
+    adam = {"learning_rate": 1e-3, "embedding_factor": 8.0, "betas": (0.8, 0.95), "epsilon": 1e-2}
+    config = OptimizerConfig(name="muon", matrix_learning_rate=4e-3, **adam)
     model = build_model(small_config(family, model__attention__window=8).model)
     twin = copy.deepcopy(model)
     optimizer = build_optimizer(model, config)
     assert isinstance(optimizer, Muon)
-    adamw = build_optimizer(twin, OptimizerConfig(learning_rate=1e-3, embedding_factor=8.0))
+    adamw = build_optimizer(twin, OptimizerConfig(**adam))
     for step in range(1000, 1003):
         for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
             parameter.grad = other.grad = torch.randn_like(parameter)

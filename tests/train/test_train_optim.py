@@ -17,29 +17,34 @@ from gss.training.optim import (
 )
 from gss.training.schedule import SCHEDULES, learning_rate
 
-STATE_SPACE_NAMES = ("log_decay", "frequency", "readout", "skip", "log_step")
+STATE_SPACE_NAMES = ("log_decay", "frequency", "log_frequency", "readout", "skip", "log_step")
+WITH_TABLES = ("gss2", "feedback-lstm-single")
 
 
 def _expected_group(name: str) -> str:
     """By name, so that this says something else than the code under test does."""
-    if name.rpartition(".")[2] in STATE_SPACE_NAMES:
+    last = name.rpartition(".")[2]
+    if last in STATE_SPACE_NAMES:
         return "state_space"
-    if name.endswith(".bias") or "norm" in name:
+    if last in ("taps", "table", "initial", "identity"):
+        return "table"
+    if last == "bias" or last.endswith("scale") or "norm" in name:
         return "undecayed"
     return "embedding" if name == "embedding.weight" else "decayed"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_TABLES])
 def test_every_parameter_has_its_group(family: str) -> None:
     model = build_model(small_config(family).model)
     groups = group_of_parameters(model)
     assert groups == {name: _expected_group(name) for name, _ in model.named_parameters()}
-    assert ("state_space" in groups.values()) == (family != "transformer")
+    assert ("state_space" in groups.values()) == (family not in ("transformer", "feedback-lstm-single"))
+    assert ("table" in groups.values()) == (family in WITH_TABLES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_TABLES])
 def test_rates_and_decay_over_a_run(family: str) -> None:
-    config = OptimizerConfig(warmup_steps=10, learning_rate=2e-3, embedding_factor=8.0)
+    config = OptimizerConfig(warmup_steps=10, learning_rate=2e-3, embedding_factor=8.0, betas=(0.8, 0.95), epsilon=1e-6)
     model = build_model(small_config(family).model)
     optimizer = build_optimizer(model, config)
     owner = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -51,8 +56,8 @@ def test_rates_and_decay_over_a_run(family: str) -> None:
             group = owner[id(parameter)]
             rate = {"state_space": 1e-3, "embedding": 8 * base}.get(kind, base)
             assert group["lr"] == pytest.approx(rate), (name, step)
-            assert group["weight_decay"] == {"decayed": 0.1, "embedding": 0.0125}.get(kind, 0.0), name
-            assert group["betas"] == (0.9, 0.98)
+            decay = {"decayed": 0.1, "table": 0.1, "embedding": 0.0125}.get(kind, 0.0)
+            assert (group["weight_decay"], group["betas"], group["eps"]) == (decay, (0.8, 0.95), 1e-6), name
 
 
 def test_schedule_is_linear_then_cosine() -> None:

@@ -13,7 +13,7 @@ from train_runs import small_config
 
 from gss.config import override
 from gss.data import open_dataset
-from gss.io.runs import read_metrics
+from gss.io.runs import read_metrics, training_summary
 from gss.training import loop, train
 from gss.training.distributed import World
 from gss.training.folder import RunFolder
@@ -41,6 +41,13 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert len(rows) == 13
     assert all(row["tokens_per_second"] == pytest.approx(config.batch_tokens) for row in rows)
+
+
+def test_a_run_in_three_figures() -> None:
+    """The time of all its steps, its usual speed and the loss of its last twentieth."""
+    rows = [{"loss": 9.0 - step / 10, "tokens_per_second": 50.0 if step < 4 else 200.0} for step in range(40)]
+    expected = {"seconds": 4 * 2 + 36 / 2, "tokens_per_second": 200.0, "train_loss": 5.15}
+    assert training_summary(rows, 100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("width", "gone"), [(None, []), (200, []), (80, ["gradient", "rate"])])

@@ -90,6 +90,8 @@ def test_lora(corpus: Path, finished: Path, tmp_path: Path) -> None:
 def test_lora_is_its_merged_weights(family: str) -> None:
     model = gss.build_model(conftest.small_config(family)).eval()
     add_lora(model, 3)
+    drawn = [parameter.flatten() for name, parameter in model.named_parameters() if name.endswith(".down")]
+    assert torch.cat(drawn).std().item() == pytest.approx(3**-0.5, rel=0.15)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.endswith((".up", ".down"))
         if parameter.requires_grad:
@@ -98,6 +100,14 @@ def test_lora_is_its_merged_weights(family: str) -> None:
     plain.load_state_dict(merged(model.state_dict()))
     tokens = torch.randint(0, 61, (2, 20))
     torch.testing.assert_close(model(tokens)[0], plain(tokens)[0])
+
+
+def test_a_product_of_another_size_is_not_made() -> None:
+    """It would have 4 TB."""
+    place = "layer.parametrizations.weight."
+    parts = {"original": (2, 2), "0.up": (10**6, 1), "0.down": (1, 10**6)}
+    with pytest.raises(ValueError, match="on top of layer has another size"):
+        merged({place + name: torch.zeros(shape) for name, shape in parts.items()})
 
 
 @pytest.mark.parametrize("family", CARRYING)

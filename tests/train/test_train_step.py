@@ -13,6 +13,7 @@ from gss.data import Batch, Dataset, Segments, as_tensors, open_dataset
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
 from gss.presets import PRESETS, preset
+from gss.training import loop
 from gss.training.config import TrainConfig
 from gss.training.distributed import World
 from gss.training.loop import BATCHINGS
@@ -85,7 +86,7 @@ def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(corpus: Path
 def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
     """Not a mean of rows' means: a batch with a short tail would tell them apart."""
     dataset = open_dataset(corpus, "train")
-    config = small_config(**STILL)
+    config = small_config(**STILL, optimizer__clip_norm=0.01)
     batches = Segments(dataset, config.length, config.rows)
     step = next(s for s in range(100) if len({int(n) for n in batches.batch(s).mask.sum(1)}) > 1)
     batch = as_tensors(batches.batch(step))
@@ -96,6 +97,21 @@ def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
     result = stepper.step(batch, 0)
     assert result.loss.item() == pytest.approx(plain.item(), rel=1e-5)
     assert result.targets == batch.mask.sum()
+    assert result.gradient_norm > 0.1  # before it was clipped
+    means = [state["exp_avg"].flatten() for state in stepper.optimizer.state.values()]
+    assert torch.cat(means).norm().item() == pytest.approx((1 - 0.9) * 0.01, rel=1e-4)
+
+
+def test_the_batches_of_a_run(corpus: Path) -> None:
+    """By its own seed, rows that start with the end-of-document id, and longer ones from a step on."""
+    dataset = open_dataset(corpus, "train")
+    config = small_config(seed=3, eos_first=True, steps=10, late_length=64, late_share=0.4)
+    batches = loop._batches(config, dataset)
+    for step, length in ((5, 32), (6, 64)):
+        expected, found = Segments(dataset, length, config.batch_tokens // length, 3).batch(step), batches.batch(step)
+        assert (found.targets == expected.targets).all()
+        assert (found.tokens[:, 0] == dataset.eos_id).all()
+        assert (found.tokens[:, 1:] == expected.tokens[:, 1:]).all()
 
 
 def test_any_seed_will_do(corpus: Path) -> None:

@@ -95,7 +95,7 @@ class StateCell(nn.Module):
 
     def read(self, vectors: Tensor) -> CellMemory:
         """Keys and values of vectors [B, S, E]."""
-        identified = self.norm(vectors) + self.identity
+        identified = self.norm(vectors.to(self.identity.dtype)) + self.identity
         keys, values = self._split(self.keys_values(identified))
         return CellMemory(identified, unit(keys).to(values.dtype), values)
 

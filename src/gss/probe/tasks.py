@@ -300,8 +300,7 @@ def _batch(
     tokens, mask = task.draw(seed, rows, length)
     starts = np.zeros_like(mask)
     starts[:, 0] = True
-    counted = np.roll(mask, -1, axis=1)
-    counted[:, -1] = False
-    batch = Batch(tokens, np.roll(tokens, -1, axis=1), counted, starts, step, 0)
+    # No task asks for the first token, so the last place of the mask is False.
+    batch = Batch(tokens, np.roll(tokens, -1, axis=1), np.roll(mask, -1, axis=1), starts, step, 0)
     device = stepper.world.device
     return as_tensors(batch, pin=device.type == "cuda").map(lambda tensor: tensor.to(device, non_blocking=True))
