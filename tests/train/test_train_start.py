@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from train_runs import assignments, final_files, losses, small_config
 from typer.testing import CliRunner
 
@@ -218,6 +221,19 @@ def test_reading_then_continuing_is_reading_the_whole(finished: Path, tmp_path: 
         assert text == lm.generate(rest, state=state, max_tokens=12, seed=3)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+def test_opening_an_int8_state_wakes_no_threads(tmp_path: Path) -> None:
+    """torch would start its pool for the box's 622,592 values, which took up to 0.4 s on a busy machine."""
+    gss.save_state(gss.load("box").model.initial_state(1), tmp_path / "state", int8=True)
+    script = (
+        "import os, sys, torch, gss; torch.set_num_threads(3); load = gss.load_state; "
+        "count = lambda: len(os.listdir('/proc/self/task')); before = count(); load(sys.argv[1]); "
+        "print(count() - before); torch.ones(1_000_000) * torch.ones(1_000_000); print(count() - before)"
+    )
+    said = subprocess.run([sys.executable, "-c", script, tmp_path / "state"], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["0", "2"]
+
+
 def test_states_of_another_model_are_refused(finished: Path, tmp_path: Path) -> None:
     other = gss.build_model(gss.preset("gss-tiny"))
     gss.save_state(other(torch.zeros(1, 3, dtype=torch.int64))[1], tmp_path / "state")
@@ -226,6 +242,11 @@ def test_states_of_another_model_are_refused(finished: Path, tmp_path: Path) -> 
     (tmp_path / "bad").write_text("no")
     with pytest.raises(ValueError, match="does not hold a model's state"):
         gss.load(finished, state=tmp_path / "bad")
+    named = {"position": torch.zeros(1, dtype=torch.int64), "layers.0.x": torch.zeros(99, dtype=torch.int8)}
+    for scale in (torch.ones(2, dtype=torch.bfloat16), torch.ones(1), torch.tensor(1.0)):
+        (tmp_path / "bad").write_bytes(save(named | {"layers.0.x:scale": scale}))
+        with pytest.raises(ValueError, match="does not hold a model's state"):
+            gss.load_state(tmp_path / "bad")
     with pytest.raises(ValueError, match="there is no state at"):
         gss.load(finished, state=tmp_path / "none")
 
@@ -267,6 +288,25 @@ def test_the_recipe_is_chosen(corpus: Path, tmp_path: Path, settings: dict[str, 
     named, nothing = plan(corpus, tmp_path / "out", preset, recipe, settings)
     assert (config, nothing) == (named, "")
     assert config.steps <= 600
+
+
+def test_settings_are_those_of_the_chosen_recipe(corpus: Path, tmp_path: Path) -> None:
+    """Not of the paper's, with its rows of 4,096 tokens, before a recipe is chosen."""
+    config, _ = plan(corpus, tmp_path / "out", "gss-hybrid-tiny", None, {"batch_tokens": 1024})
+    assert (config.batch_tokens, config.length) == (1024, 512)
+    with pytest.raises(ValueError, match=r"batch_tokens \(4096\) must be a multiple of length \(3000\)"):
+        plan(corpus, tmp_path / "out", "gss-hybrid-tiny", None, {"length": 3000})
+
+
+def test_data_without_documents_to_train_on(tmp_path: Path) -> None:
+    for name in ("valid-a.txt", "valid-b.txt"):
+        (tmp_path / name).write_text(f"held out {name}")
+    corpus = tmp_path / "corpus"
+    prepare([str(tmp_path / "valid-a.txt"), str(tmp_path / "valid-b.txt")], corpus, load_tokenizer("bytes"))
+    command = ["train", "--preset", "gss-tiny", "--data", str(corpus), "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ValueError)
+    assert "has no split 'train' but valid" in str(result.exception)
 
 
 def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +361,9 @@ def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_pa
         gss.train(changed, corpus, finished, quiet=True)
     with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
         gss.train(small_config(steps=13), corpus, finished, quiet=True)
+    preset = replace(small_config("gss2"), preset="gss2-tiny")  # changes much, and the name says it all
+    with pytest.raises(ValueError, match=r'other settings: preset was "gss-hybrid-tiny", now "gss2-tiny"\. Put them'):
+        gss.train(preset, corpus, finished, quiet=True)
     shutil.copytree(box.folder(), tmp_path / "copy")
     assert gss.load(tmp_path / "copy").step == gss.load().step
     with pytest.raises(ValueError, match=r"no training that could be resumed.*with --from"):

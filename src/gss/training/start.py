@@ -19,6 +19,8 @@ from gss.nn.lora import add_lora
 from gss.training.config import TrainConfig, differences, resolve
 from gss.training.folder import data_facts
 
+_DECISIVE = ("preset", "model", "start", "lora", "tune", "device")
+"""Settings on which the choice of a recipe depends."""
 _TINY, _SMALL = 4_000_000, 150_000_000
 """Parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
 _PASSES, _STRONG_DECAY = 4, 1.0
@@ -91,7 +93,9 @@ def plan(
         vocabulary = None  # the model's is compared when its weights are loaded
     if recipe is not None:
         return resolve(preset, recipe, sets, vocabulary, base), ""
-    recipe, reason = _suited(resolve(preset, None, sets, vocabulary, base))
+    # The other settings are checked together with the recipe that they are meant for.
+    known = {name: value for name, value in sets.items() if name.partition(".")[0] in _DECISIVE}
+    recipe, reason = _suited(resolve(preset, None, known, vocabulary, base))
     said = f"with the recipe {recipe}, for {reason} (--config chooses another, `gss settings` lists what --set changes)"
     config = resolve(preset, recipe, sets, vocabulary, base)
     passes = config.steps * config.batch_tokens / len(dataset.tokens)
@@ -135,7 +139,9 @@ def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datase
         if (before := trainer["data"].get(name)) != now[name] and f"data.{name}" not in allow:
             changed[f"data.{name}"] = (before, now[name])
     if changed:
-        what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in changed.items())
+        # Another preset is another model: what else that changes says nothing more.
+        shown = {name: values for name, values in changed.items() if "preset" not in changed or "model." not in name}
+        what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in shown.items())
         flags = " ".join(f"--allow {name}" for name in changed)
         # A model with other settings cannot load this checkpoint at all.
         other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
