@@ -157,7 +157,7 @@ def test_what_cannot_work_is_refused(settings: list[str], message: str) -> None:
 
 
 def test_no_preset_and_bad_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which model"):
+    with pytest.raises(ValueError, match="no model given"):
         resolve(None, None, ["steps=3"])
     with pytest.raises(ValueError, match="there is no preset 'gsss'"):
         resolve("gsss")

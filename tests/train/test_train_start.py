@@ -262,9 +262,9 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     [
         ({"tune": "state"}, "tune=state needs trained weights"),
         ({"lora": 4}, "lora needs trained weights"),
-        ({"start": "box", "lora": 4, "tune": "state"}, "choose one"),
+        ({"start": "box", "lora": 4, "tune": "state"}, "cannot be combined"),
         ({"start": "box", "tune": "state", "batching": "packed"}, "does not work with packed rows"),
-        ({"start": "box", "lora": 4, "parallel": "fsdp2"}, "use ddp"),
+        ({"start": "box", "lora": 4, "parallel": "fsdp2"}, "use parallel=ddp"),
         ({"start": "nowhere"}, "nowhere is not a run folder"),
     ],
 )
