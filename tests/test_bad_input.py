@@ -76,17 +76,17 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         ({"vocab_size": 0}, "vocab_size must be"),
         ({"depth": 2.5}, "depth must be of type int"),
         ({"bias": 1}, "bias must be of type bool"),
-        ({"attention.heads": 7}, "7 heads do not divide a width of 128"),
+        ({"attention.heads": 7}, "the width 128 is not divisible by 7 heads"),
         ({"attention.head_width": 0}, "head_width must be"),
         ({"attention.chunk": -1}, "chunk must be"),
         ({"attention.window": 0}, "window must be at least 1, not 0"),
         ({"recurrent.vectors": 0}, "vectors must be"),
         ({"recurrent.gate": "gru"}, "gate cannot be 'gru'; choose from: fixed, lstm"),
         ({"recurrent.layout": "dual"}, "layout cannot be 'dual'; choose from: skip, single"),
-        ({"recurrent.block": 13}, r"recurrent.block is 13, outside the stack of recurrent.blocks = 12: .* 1 to 12"),
+        ({"recurrent.block": 13}, r"recurrent.block is 13, but the stack has only recurrent.blocks = 12: .* 1 to 12"),
         ({"recurrent.block": 0}, "block must be"),
         ({"dropout": 1.0, "pattern": ["slide"]}, "dropout must be at least 0 and under 1, not 1.0"),
-        ({"dropout": 0.1}, "gss layers have no dropout: set dropout to 0, not 0.1"),
+        ({"dropout": 0.1}, "gss layers don't support dropout: set dropout to 0, not 0.1"),
         ({"pattern": []}, "pattern is empty"),
         ({"pattern": 3}, "pattern must be a list"),
         ({"norm_epsilon": 0.0}, "norm_epsilon must be over 0"),
@@ -122,7 +122,7 @@ def test_assignments_and_files(tmp_path) -> None:
     broken.write_text("depth = ")
     with pytest.raises(ValueError, match=r"broken.toml is not valid TOML"):
         read_toml(broken)
-    with pytest.raises(ValueError, match=r"there is no file of settings .*nowhere.toml"):
+    with pytest.raises(ValueError, match=r"there is no settings file .*nowhere.toml"):
         read_toml(tmp_path / "nowhere.toml")
 
 

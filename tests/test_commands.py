@@ -126,7 +126,7 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert call(*options) == "".join(row["prompt"] + row["text"] + "\n" for row in rows)
     alone = call("generate", run, "--prompt", "the ", "--tokens", 12, "--no-echo")
     assert alone == rows[0]["text"] + "\n"
-    for content, message in (("\n", "has no prompts"), ('{"text": 1}', 'line 1: not an object with a "prompt"')):
+    for content, message in (("\n", "has no prompts"), ('{"text": 1}', 'line 1: not a JSON object with a "prompt"')):
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompts", tmp_path / "bad")

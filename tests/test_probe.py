@@ -328,7 +328,7 @@ def test_commands_and_report(tmp_path: Path) -> None:
     options = ("--data", data, "--targets", 32, "--shortest", 4, "--longest", 64, "--device", "cpu")
     table = " ".join(call("probe", tmp_path / "run", *options).split())
     assert "true tokens" in table
-    assert "4 to 64 true tokens gain" in table
+    assert "going from 4 to 64 true tokens gains" in table
     printed = json.loads(call("probe", "context", tmp_path / "run", *options, "--json"))
     assert json.loads((tmp_path / "run" / "probe.json").read_text()) == printed[0]
     assert [row["context"] for row in printed[0]["replaced"]] == [4, 8, 16, 32, 64]
@@ -348,7 +348,7 @@ def test_commands_and_report(tmp_path: Path) -> None:
     assert facts["curriculum"] == [[2, 12, 3, 1]]
     with pytest.raises(ValueError, match="no field 'weight_dekay'"):
         call(*task, "--set", "optimizer.weight_dekay=0.5")
-    with pytest.raises(ValueError, match="a curriculum is ITEMS:LENGTH:ROWS:STEPS"):
+    with pytest.raises(ValueError, match="--curriculum must be ITEMS:LENGTH:ROWS:STEPS"):
         call(*task, "--curriculum", "2:12:3")
     assert "accuracy" in call(*task, "--task", "passkey", "--length", 20)
     with pytest.raises(ValueError, match="there is no task 'chess'; choose from: " + ", ".join(TASKS)):

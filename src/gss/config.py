@@ -32,22 +32,22 @@ class StateSpaceConfig(Checked):
     discretization: str = chosen("zoh", DISCRETIZATIONS)
     """Zero-order hold (the paper's) or the bilinear transform (the paper found little difference)."""
     imaginary: Literal["exp", "plain"] = "exp"
-    """Whether the stored imaginary part is exponentiated (the paper's code) or used as it is (DSS, S4D)."""
+    """exp: the parameter is log(Im λ), as in the paper's code. plain: it is Im λ itself, as in DSS and S4D."""
     step_range: tuple[float, float] | None = None
-    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: a learned Δ per channel, which
-    starts log-uniform in it (DSS: 0.001 to 0.1)."""
+    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: each channel learns its own Δ,
+    initially log-uniform in that range (DSS: 0.001 to 0.1)."""
     decay_init: Literal["log_uniform", "log_normal", "mixed"] = "log_uniform"
-    """Initial −Re λ: log-uniform in `decay_range`; exp(N(0,1)); or half of the modes each way."""
+    """Initial −Re λ: log-uniform in `decay_range`; exp(N(0,1)); or, with mixed, half of the modes each."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
-    """Range of the initial −Re λ, in 1/tokens for Δ = 1: time constants of 1 to 1,000 tokens."""
+    """Range of the initial −Re λ, in 1/tokens for Δ = 1. The default means time constants of 1 to 1,000 tokens."""
     frequency_init: Literal["log_normal", "log_uniform", "mixed", "linear", "skew_hippo"] = "mixed"
-    """Initial Im λ: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each way; 2π(n+½)/N; or
-    Skew-HiPPO's (DSS)."""
+    """Initial Im λ: exp(N(0,1)); log-uniform in `frequency_range`; half of the modes each; 2π(n+½)/N; or Skew-HiPPO's
+    (DSS)."""
     frequency_range: tuple[float, float] = (1e-2, 0.3)
     """Range of the initial Im λ, in radians per token."""
     readout_init: Literal["equal_energy", "unit", "inverse_sqrt", "inverse", "mixed"] = "equal_energy"
-    """Initial scale of C: every mode contributes the same energy to a kernel of energy 1; N(0,1); ÷√N; ÷N; or, with
-    mixed decays, ÷√N for the first half and 0.3 of equal energy for the second."""
+    """Initial scale of C: every mode contributes the same energy to a kernel of energy 1; N(0,1); N(0,1)/√N; N(0,1)/N;
+    or, for mixed decays, N(0,1)/√N for the first half of the modes and 0.3 of equal energy for the second."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,21 +70,22 @@ class AttentionConfig(Checked):
     head_width: int | None = limited(None, ge=1)
     """Width of a head. None: the model's width ÷ heads, which must divide it."""
     chunk: int | None = limited(None, ge=1)
-    """None: causal over the whole sequence. A number: the sequence is cut into independent chunks of that many
-    tokens, counted from its start (the hybrid's 512)."""
+    """None: causal attention over the whole sequence. A number: attention within independent chunks of that many
+    tokens, counted from the start of the sequence (512 in the hybrid)."""
     sliding: int | None = limited(None, ge=1)
-    """A number W: a token of an attention layer sees itself and the W − 1 before it. Not together with `chunk`."""
+    """A number W: sliding-window attention, in which a token sees itself and the W − 1 tokens before it. Cannot be
+    combined with `chunk`."""
     window: int = limited(512, ge=1)
     """W, how far slide, xl, recurrent and feedback layers look back; also how often a recurrent state is updated."""
     rotary_base: float = limited(500_000.0, gt=1)
     """Base of rotary positions: the slowest pair rotates by about 1/base radians per token."""
     qk_norm: bool = False
-    """Whether an attention layer normalizes queries and keys per head, with the model's norm and one learned scale."""
+    """Whether attention layers normalize queries and keys per head, with the model's norm and one learned scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk is not None and self.sliding is not None:
-            raise ValueError("attention is on chunks or on a sliding window: set attention.chunk or attention.sliding")
+            raise ValueError("attention.chunk and attention.sliding cannot both be set: choose one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +95,12 @@ class MatrixStateConfig(Checked):
     heads: int = limited(8, ge=1)
     """h, number of heads."""
     value_width: int = limited(128, ge=1)
-    """D, values of a head."""
+    """D, values per head."""
     taps: int = limited(4, ge=1)
-    """Tokens that the short convolution before the state space sees: the token itself and those just before it."""
+    """Tokens seen by the short convolution before the state space, including the current one."""
     skip: float = 1.0
-    """Initial D: how much of each value goes directly into its own output. A mode that fades over T tokens writes with
-    √(2/T), so that next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
+    """Initial skip weight d: how much of each value goes directly into its own output. A mode that decays over T tokens
+    writes with weight √(2/T), so next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,9 +119,9 @@ class RecurrentConfig(Checked):
     layout: Literal["skip", "single"] = "skip"
     """What computes an update: a dense layer, or a feed-forward that ends in a tanh."""
     blocks: int = limited(12, ge=1)
-    """Blocks in a feedback layer, which is a whole stack (`depth` counts such stacks). A recurrent layer is one."""
+    """Blocks in a feedback layer, which is a whole stack (`depth` counts such stacks). A recurrent layer has one."""
     block: int = limited(10, ge=1)
-    """Which of a feedback layer's blocks writes the state, counted from 1."""
+    """The block of a feedback layer that writes the state, counted from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,40 +139,39 @@ class ModelConfig(Checked):
     depth: int = limited(16, ge=1)
     """Number of layers."""
     pattern: tuple[str, ...] = chosen(("gss",), LAYERS)
-    """Kinds of the first layers, repeated up to `depth` layers. The hybrid's is ("gss", "attention", "gss", "gss"):
-    attention at layers 2, 6, 10, …"""
+    """The kinds of layers, in order, repeated until there are `depth` layers. The hybrid has ("gss", "attention",
+    "gss", "gss"): attention at layers 2, 6, 10, …"""
     gate_width: int = limited(4096, ge=1)
     """F, width of a GSS layer's gate."""
     channels: int = limited(256, ge=1)
-    """H, channels of a GSS layer's state space. (A DSS layer's has `width` channels.)"""
+    """H, channels of a GSS layer's state space. (In DSS layers it has `width` channels.)"""
     dss_mixers: int = limited(2, ge=1)
     """State-space sublayers of a DSS block before its feed-forward: 2 gives the paper's parameter counts, 1 follows its
     text literally."""
     feedforward_width: int = limited(4096, ge=1)
-    """Hidden width of the feed-forward in every block that has one (all but GSS layers)."""
+    """Hidden width of the feed-forward in every block that has one (all except GSS layers)."""
     feedforward: Literal["plain", "gated"] = "plain"
-    """φ(xW₁)·W₃, or gated: (φ(xW₁) ∗ xW₂)·W₃, which with swish is SwiGLU."""
+    """plain: φ(xW₁)·W₃. gated: (φ(xW₁) ∗ xW₂)·W₃, which is SwiGLU if the activation is swish."""
     activation: str = chosen("gelu", ACTIVATIONS)
-    """φ of the GSS layer, and the feed-forwards' activation."""
+    """φ, the activation of GSS layers and feed-forwards."""
     norm: str = chosen("layernorm", NORMS)
-    """Kind of every norm: layernorm (scale and bias) or rmsnorm (scale alone)."""
+    """The kind of all norms: layernorm (scale and bias) or rmsnorm (scale only)."""
     norm_epsilon: float = limited(1e-6, gt=0)
     """Added to the variance in every norm."""
     bias: bool = True
     """Whether dense layers have biases."""
     dropout: float = limited(0.0, ge=0, lt=1)
-    """Dropout in training, of what attention, GSS2 layers and feed-forwards add to the residual stream. In slide, xl,
-    recurrent and feedback layers attention has it at its input instead. GSS and DSS layers have none."""
+    """Dropout rate in training, on what attention, GSS2 layers and feed-forwards add to the residual stream. In slide,
+    xl, recurrent and feedback layers, it is at the input of attention instead. GSS and DSS layers don't support it."""
     positions: Literal["none", "sinusoidal", "rotary"] = "none"
     """Positions for attention: none (state spaces know the order), sinusoids added to the embedding (the paper's
     Transformer), or rotary queries and keys (Llama)."""
     embedding_std: float = limited(1.0, gt=0)
     """Initial standard deviation of the embedding."""
     zero_outputs: bool = False
-    """Whether matrices that write to the residual stream start at zero, so that every layer is the identity at
-    first."""
+    """Whether matrices that write to the residual stream start at zero, so that every layer starts as the identity."""
     head_scale: float | None = limited(None, gt=0)
-    """Factor of the logits, hidden · embeddingᵀ. None: 1/√width, which suits an embedding of order 1."""
+    """Scale factor of the logits, hidden · embeddingᵀ. None: 1/√width, which suits an embedding of order 1."""
     state_space: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """The state space of GSS, GSS2 and DSS layers."""
     matrix_state: MatrixStateConfig = field(default_factory=MatrixStateConfig)
@@ -187,22 +187,22 @@ class ModelConfig(Checked):
             raise ValueError('pattern is empty: name at least one kind of layer, for example ["gss"]')
         if self.recurrent.block > self.recurrent.blocks:
             raise ValueError(
-                f"recurrent.block is {self.recurrent.block}, outside the stack of "
-                f"recurrent.blocks = {self.recurrent.blocks}: choose one from 1 to {self.recurrent.blocks}"
+                f"recurrent.block is {self.recurrent.block}, but the stack has only "
+                f"recurrent.blocks = {self.recurrent.blocks}: choose a block from 1 to {self.recurrent.blocks}"
             )
         without = [kind for kind in self.kinds if kind not in WITH_DROPOUT]
         if self.dropout and without:
-            raise ValueError(f"{without[0]} layers have no dropout: set dropout to 0, not {self.dropout!r}")
+            raise ValueError(f"{without[0]} layers don't support dropout: set dropout to 0, not {self.dropout!r}")
         if self.attention.head_width is None and self.width % self.attention.heads:
             raise ValueError(
-                f"{self.attention.heads} heads do not divide a width of {self.width}: "
+                f"the width {self.width} is not divisible by {self.attention.heads} heads: "
                 "change attention.heads, or set attention.head_width"
             )
         if self.positions == "sinusoidal" and self.width % 2:
             raise ValueError(f"sinusoidal positions need an even width, not {self.width}")
         head_width = self.attention.head_width or self.width // self.attention.heads
         if self.positions == "rotary" and head_width % 2:
-            raise ValueError(f"rotary positions need heads of an even width, not {head_width}")
+            raise ValueError(f"rotary positions need an even head width, not {head_width}")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ def from_mapping(kind: type[Config], values: Mapping[str, Any]) -> Config:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, as plain data."""
     if not Path(path).is_file():
-        raise ValueError(f"there is no file of settings {path}")
+        raise ValueError(f"there is no settings file {path}")
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -258,7 +258,7 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
             if isinstance(own, str) and hasattr(current, "shorthand"):
                 own = {current.shorthand: own}
             if not isinstance(own, Mapping):
-                raise ValueError(f"{name} is a group of settings: give {name}.<field>, not {value!r}")
+                raise ValueError(f"{name} is a group of settings: set {name}.<field>, not {name}={value!r}")
             nested[name] = nested.get(name, {}) | dict(own)
         elif rest:
             raise ValueError(f"{name} has no field {rest!r}: it is a single value")
@@ -275,7 +275,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not (equals and key.strip()):
-            raise ValueError(f"{assignment!r} is not of the form key=value")
+            raise ValueError(f"{assignment!r} is not of the form key=value, for example steps=1000")
         try:
             values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

@@ -28,22 +28,22 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """How the next token is drawn. The defaults sample from the model as it is."""
+    """How the next token is drawn. The defaults sample from the model's own distribution."""
 
     temperature: float = _option(
-        1.0, "0 takes the likeliest token, 1 samples as the model says.", {"ge": 0, "le": 100}, ge=0
+        1.0, "0 takes the most likely token; 1 samples from the model's distribution.", {"ge": 0, "le": 100}, ge=0
     )
-    top_k: int | None = _option(None, "Keep only this many of the likeliest tokens.", {"ge": 1, "lt": 2**31}, ge=1)
-    top_p: float | None = _option(None, "Keep only the likeliest tokens that reach this total probability.", gt=0, le=1)
+    top_k: int | None = _option(None, "Keep only this many of the most likely tokens.", {"ge": 1, "lt": 2**31}, ge=1)
+    top_p: float | None = _option(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
     min_p: float | None = _option(
         None,
-        "Keep only tokens at least this fraction as likely as the likeliest.",
+        "Keep only tokens at least this fraction as likely as the most likely one.",
         effect=lambda weight, least: weight.masked_fill(weight < least.float(), 0),
         gt=0,
         le=1,
     )
     repetition_penalty: float = _option(
-        1.0, "Over 1: tokens that have occurred become less likely.", {"ge": 0.01, "le": 100}, gt=0
+        1.0, "Above 1, makes tokens that have occurred less likely.", {"ge": 0.01, "le": 100}, gt=0
     )
 
 

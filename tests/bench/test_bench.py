@@ -111,7 +111,7 @@ def test_the_command_prints_a_table_last() -> None:
     assert names == [f"prefill gss-tiny, {shape}" for shape in ("1×16", "2×8", "2×24")]
     for words, reason in {
         ("prefill", "--shape=64"): "'64' is not a shape",
-        ("data",): "nothing to measure named 'data'; choose from: train, prefill, decode",
+        ("data",): "there is no benchmark 'data'; choose from: train, prefill, decode",
         ("train", "--piece=8"): "gss bench train has no option --piece",
     }.items():
         with pytest.raises(ValueError, match=reason):

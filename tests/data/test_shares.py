@@ -227,6 +227,6 @@ def test_commands(corpus: Path, tmp_path: Path) -> None:
         assert f"prepared part {number}/2 in" in printed
     printed = call("merge", *parts, "--out", tmp_path / "out")
     assert "left out: 1 duplicate (corpus/deep/copy.txt)" in printed
-    assert "look at it with: gss data" in printed
-    with pytest.raises(ValueError, match="such as 2/3, not 'two'"):
+    assert "to inspect it: gss data" in printed
+    with pytest.raises(ValueError, match="for example 2/3, not 'two'"):
         call("prepare", corpus, "--out", tmp_path / "no", "--part", "two")

@@ -168,7 +168,7 @@ def test_the_command_writes_folders_and_says_what_is_missing(tmp_path: Path, com
     assert sorted(path.name for path in (tmp_path / "onnx").iterdir()) == ["model.json", "model.onnx", "vocabulary"]
     for arguments, reason in (
         (["--to", "onnx"], "not an empty folder"),
-        (["--to", "onnx", "--runtime", tmp_path], "--runtime is for --to web"),
+        (["--to", "onnx", "--runtime", tmp_path], "--runtime only works with --to web"),
     ):
         status, _, error = command_line("export", run, tmp_path / "onnx", *arguments)
         assert status == 1

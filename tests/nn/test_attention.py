@@ -89,8 +89,8 @@ def test_a_sliding_window_has_a_bounded_state() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention.chunk": 4, "attention.sliding": 4}, "chunks or on a sliding window"),
-        ({"attention.head_width": 3}, "heads of an even width"),
+        ({"attention.chunk": 4, "attention.sliding": 4}, "cannot both be set"),
+        ({"attention.head_width": 3}, "an even head width"),
         ({"attention.rotary_base": 1.0}, "rotary_base must be over 1"),
         ({"embedding_std": 0.0}, "embedding_std must be over 0"),
         ({"activation": "sine"}, "activation cannot be 'sine'; choose from: gelu"),

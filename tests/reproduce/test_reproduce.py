@@ -187,7 +187,7 @@ def test_the_papers_scale_prints_commands(corpus: Corpus, tmp_path: Path) -> Non
     [
         (["table3"], "there is no target 'table3'; choose from: table1, table2"),
         (["table1", "--scale", "huge"], "there is no scale 'huge'"),
-        (["table1", "--scale", "small"], "no data: give --data"),
+        (["table1", "--scale", "small"], "no data: add --data"),
         (["table1", "--only", "lstm"], "has no system 'lstm'; it has: transformer, dss, gss"),
         (["table1", "--seeds", "a"], "is not a list of seeds"),
         (["table1", "--corpus", "math"], "there is no corpus 'math' in the data; there are: books"),

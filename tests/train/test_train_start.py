@@ -230,7 +230,9 @@ def test_opening_an_int8_state_wakes_no_threads(tmp_path: Path) -> None:
         "count = lambda: len(os.listdir('/proc/self/task')); before = count(); load(sys.argv[1]); "
         "print(count() - before); torch.ones(1_000_000) * torch.ones(1_000_000); print(count() - before)"
     )
-    said = subprocess.run([sys.executable, "-c", script, tmp_path / "state"], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "state"], capture_output=True, text=True, check=True
+    )
     assert said.stdout.split() == ["0", "2"]
 
 
@@ -342,9 +344,9 @@ def test_a_corpus_without_documents_to_train_on(tmp_path: Path) -> None:
     [
         ({"tune": "state"}, "tune=state needs trained weights"),
         ({"lora": 4}, "lora needs trained weights"),
-        ({"start": "box", "lora": 4, "tune": "state"}, "choose one"),
-        ({"start": "box", "tune": "state", "batching": "packed"}, "needs segments or lanes"),
-        ({"start": "box", "lora": 4, "parallel": "fsdp2"}, "use ddp"),
+        ({"start": "box", "lora": 4, "tune": "state"}, "cannot be combined"),
+        ({"start": "box", "tune": "state", "batching": "packed"}, "does not work with packed rows"),
+        ({"start": "box", "lora": 4, "parallel": "fsdp2"}, "use parallel=ddp"),
         ({"start": "nowhere"}, "nowhere is not a run folder"),
     ],
 )

@@ -53,7 +53,7 @@ def test_micro_batches_and_pieces_change_nothing_but_rounding(
     if piece_tokens is not None:
         settings |= {"piece_tokens": piece_tokens, "activation_checkpointing": micro_rows == 3}
         if batching == "packed":
-            with pytest.raises(ValueError, match="packed rows are read whole: leave piece_tokens out"):
+            with pytest.raises(ValueError, match="piece_tokens does not work with packed rows: leave it out"):
                 small_config(**settings)
             return
     pieces = small_config(**settings)

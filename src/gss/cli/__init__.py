@@ -1,4 +1,4 @@
-"""The `gss` command: each subcommand parses, calls one function of the library and prints what it returns.
+"""The `gss` command: each subcommand parses its arguments, calls one library function and prints the result.
 
 Nothing heavy is imported here or at the top of the command modules, so that `gss --help` answers at once.
 """
@@ -83,7 +83,7 @@ for panel, commands in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the command; an error that the user can fix is one line on stderr and exit status 1, never a traceback."""
+    """Run the command. An error that the user can fix is one line on stderr and exit status 1, never a traceback."""
 
     def say(kind: str, what: Exception | str) -> None:
         said = escape(str(what) or type(what).__name__)

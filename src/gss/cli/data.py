@@ -22,36 +22,36 @@ Sources = Annotated[
     list[str],
     Argument(
         help="Files or folders of .txt, .jsonl, .parquet (plain, .gz, .xz, .zst), their URLs (s3://, gs://, https://, "
-        "hf://datasets/…), or one recipe: stdlib, pg19, lm1b, arxiv, github."
+        "hf://datasets/…); or one recipe: stdlib, pg19, lm1b, arxiv, github."
     ),
 ]
 Local = Annotated[
     str | None,
-    Option("--from", help="A recipe's corpus: a folder or a URL. Without it, pg19 and lm1b come from the hub."),
+    Option("--from", help="The recipe's corpus: a folder or a URL. Default: pg19 and lm1b come from the hub."),
 ]
-Suffix = Annotated[list[str] | None, Option("--suffix", help="Another ending of text files, such as .tex; repeatable.")]
-_SPLITS = "own: by folder or file names; hash: by a hash of each document; auto: own if every file has one."
-Field = Annotated[str, Option("--field", help="The field or column of rows that holds the text.")]
+Suffix = Annotated[list[str] | None, Option("--suffix", help="Another text file extension, such as .tex; repeatable.")]
+_SPLITS = "own: by folder or file names; hash: by a hash of each document; auto: own if every file has a split."
+Field = Annotated[str, Option("--field", help="The field or column that holds the text.")]
 
 
 def prepare_command(
     source: Sources,
     out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     tokenizer: Annotated[
-        str, Option("--tokenizer", "-t", help="bytes, box, a tokenizer.json, a .model, or a folder.")
+        str, Option("--tokenizer", "-t", help="bytes, box, a tokenizer.json, a SentencePiece .model, or a folder.")
     ] = "bytes",
-    eos: Annotated[str | None, Option(help="The token that ends a document, if the vocabulary does not say.")] = None,
+    eos: Annotated[str | None, Option(help="The end-of-document token, if the vocabulary does not define it.")] = None,
     local: Local = None,
     splits: Annotated[str, Option(help=_SPLITS)] = "auto",
     valid: Annotated[float, Option(help="Share of documents held out for validation, chosen by hash.")] = 0.05,
     test: Annotated[float, Option(help="Share of documents held out for testing, chosen by hash.")] = 0.0,
     suffix: Suffix = None,
     field: Field = "text",
-    part: Annotated[str, Option(metavar="I/N", help="Prepare the I-th of N parts, for gss merge.")] = "1/1",
+    part: Annotated[str, Option(metavar="I/N", help="Prepare only part I of N, for gss merge.")] = "1/1",
     workers: Annotated[int | None, Option("--workers", "-j", min=1, help="Processes. Default: one per core.")] = None,
     force: Force = False,
 ) -> None:
-    """Tokenize a corpus into memory-mapped shards. After a kill, the same command continues."""
+    """Tokenize a corpus into memory-mapped shards. If it is interrupted, the same command continues."""
     from gss.data import load_tokenizer, prepare
     from gss.data.sources import unread_endings
 
@@ -59,7 +59,7 @@ def prepare_command(
     vocabulary = load_tokenizer(box.folder() if tokenizer == "box" else tokenizer, eos)
     number, _, machines = part.partition("/")
     if not (number.isdecimal() and machines.isdecimal()):
-        raise ValueError(f"--part is one number of another, such as 2/3, not {part!r}")
+        raise ValueError(f"--part must be I/N, for example 2/3, not {part!r}")
     with share_bar("tokenizing") as show:
         manifest = prepare(
             source,
@@ -76,19 +76,19 @@ def prepare_command(
     unread = unread_endings(source, options)
     if unread:
         endings = ", ".join(f"{count:,} {ending}" for ending, count in list(unread.items())[:5])
-        print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix ENDING")
+        print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix .EXT")
     if int(machines) > 1:
-        print(f"prepared part {part} in {out}; when all {machines} are done: gss merge PART... --out DIR")
+        print(f"prepared part {part} in {out}; when all {machines} are done, run: gss merge PART... --out DIR")
     else:
         _print_prepared(manifest, out)
 
 
 def merge_command(
-    part: Annotated[list[str], Argument(help="The folders that gss prepare --part made, or their URLs, in any order.")],
+    part: Annotated[list[str], Argument(help="Folders made by gss prepare --part, or their URLs, in any order.")],
     out: Annotated[Path, Option(help="The folder to create; it appears only when it is complete.")],
     force: Force = False,
 ) -> None:
-    """Combine the parts that several machines prepared into one corpus, byte for byte what one machine would make."""
+    """Merge the parts prepared on several machines into one corpus, byte for byte what one machine would make."""
     from gss.data import merge_shares
 
     _print_prepared(merge_shares(part, out, force=force), out)
@@ -97,17 +97,17 @@ def merge_command(
 def _print_prepared(manifest: "Manifest", out: Path) -> None:
     _print_facts(manifest)
     if "train" not in manifest.splits:
-        print("note: every document is held out and none is left to train on; lower --valid and --test")
+        print("note: every document is held out, so none is left to train on; lower --valid and --test")
     elif "valid" not in manifest.splits:
         print("note: no document is held out for validation; raise --valid, or use --splits hash")
-    print(f"prepared {out} (hash {manifest.hash[:12]}); look at it with: gss data {out}")
+    print(f"prepared {out} (hash {manifest.hash[:12]}); to inspect it: gss data {out}")
 
 
 def data_command(
-    folder: Annotated[Path, Argument(help="A folder that gss prepare made.")],
-    sample: Annotated[int, Option(help="Number of the document whose beginning is shown.")] = 0,
+    folder: Annotated[Path, Argument(help="A folder made by gss prepare.")],
+    sample: Annotated[int, Option(help="Index of the document to show the beginning of.")] = 0,
 ) -> None:
-    """Show the counts, lengths and a sample of a prepared corpus, and verify all its hashes."""
+    """Show the counts, document lengths and a sample of a prepared corpus, and verify all its hashes."""
     import numpy as np
 
     from gss.data import open_dataset, read_manifest
@@ -116,7 +116,7 @@ def data_command(
     splits = [open_dataset(folder, split) for split in manifest.splits]
     _print_facts(manifest)
     for split in splits:
-        print(f"\n{split.split}: lengths of documents in tokens (median {int(np.median(split.lengths)):,})")
+        print(f"\n{split.split}: document lengths in tokens (median {int(np.median(split.lengths)):,})")
         exponents = np.frexp(split.lengths.astype(np.float64))[1]  # e for lengths from 2^(e-1) to 2^e - 1
         counts = np.bincount(exponents)
         for exponent in range(int(exponents.min()), len(counts)):
@@ -124,7 +124,7 @@ def data_command(
             drawn = "█" * round(40 * documents / counts.max()) or ("▏" if documents else "")
             print(f"{1 << exponent - 1:>12,} to {(1 << exponent) - 1:<12,} {documents:>10,} {drawn}")
     document = next(islice(splits[0].documents(), sample % len(splits[0]), None))
-    print(f"\nsample: {splits[0].split}, document {document.name}, its first tokens decoded:\n")
+    print(f"\nsample: the beginning of document {document.name} in {splits[0].split}, decoded:\n")
     text = splits[0].tokenizer().decode(document.tokens[:120])
     print("\n".join(f"  | {line}" for line in text.splitlines()), end="\n\n")
     print(f"all hashes verified; manifest {manifest.hash}")
@@ -135,15 +135,15 @@ def train_command(
     source: Sources,
     out: Annotated[Path, Option(help="The folder to create.")],
     vocab_size: Annotated[int, Option(help="Number of pieces; the paper's LM1B vocabulary has 30000.")] = 30_000,
-    model: Annotated[str, Option(help="'unigram' or 'bpe'.")] = "unigram",
-    max_bytes: Annotated[int, Option(min=1, help="Bytes of text to train on, at most.")] = 200_000_000,
+    model: Annotated[str, Option(help="unigram or bpe.")] = "unigram",
+    max_bytes: Annotated[int, Option(min=1, help="Maximum bytes of text to train on.")] = 200_000_000,
     local: Local = None,
     suffix: Suffix = None,
     field: Field = "text",
     threads: Annotated[int | None, Option(min=1, help="Number of threads. Default: all cores.")] = None,
     force: Force = False,
 ) -> None:
-    """Train a lossless SentencePiece vocabulary: whitespace kept, bytes for rare characters."""
+    """Train a lossless SentencePiece vocabulary, which keeps whitespace and uses bytes for rare characters."""
     from gss.data.tokenizer_training import train_tokenizer
 
     options = _source_options(local, suffix, field, "auto")
@@ -160,7 +160,7 @@ def train_command(
             progress=show,
         )
     if trained.vocab_size < vocab_size:
-        print(f"note: the text gives only {trained.vocab_size} pieces, not {vocab_size}")
+        print(f"note: the text yields only {trained.vocab_size} pieces, not {vocab_size}")
     print(f"trained {out}: {trained.vocab_size:,} pieces, lossless (hash {trained.hash[:12]})")
 
 
@@ -178,12 +178,12 @@ def _print_facts(manifest: "Manifest") -> None:
     forms |= {"longest": ",", "unigram_entropy": ".3f"}
     rows = [[name, *(f"{facts[key]:{form}}" for key, form in forms.items())] for name, facts in manifest.splits.items()]
     header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
-    caption = "tokens include the end of each document; entropy: unigram nats per token"
+    caption = "tokens include end-of-document tokens; entropy: unigram nats per token"
     # A table that is piped keeps its columns instead of wrapping at a terminal's width.
     Console(width=None if sys.stdout.isatty() else 140).print(table(None, header, rows, caption))
     facts, losses = manifest.tokenizer, ", ".join(manifest.tokenizer["losses"])
-    kept = f"LOSSY: it changes or drops {losses}, so text does not come back as it was"
-    kept = kept if losses else "lossless: every text comes back as it was"
+    kept = f"LOSSY: it changes or drops {losses}, so decoded text may differ from the original"
+    kept = kept if losses else "lossless: decoding gives back any text exactly"
     print(f"vocabulary: {facts['kind']}, {facts['vocab_size']:,} ids, hash {facts['hash'][:12]}; {kept}")
     for reason, entry in manifest.left_out.items():
         first = ", ".join(entry["first"][:3])

@@ -28,24 +28,26 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
-    data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the run's vocabulary.")],
+    data: Annotated[Path, Option(help="A corpus made by `gss prepare` with the run's vocabulary.")],
     run: Run = None,
     split: Annotated[str, Option(help="The split to score.")] = "valid",
     lengths: Annotated[str, Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
-    carry_state: Annotated[bool, Option("--carry-state", help="Also read every document whole.")] = False,
+    carry_state: Annotated[
+        bool, Option("--carry-state", help="Also score whole documents, with the state carried.")
+    ] = False,
     state: State = None,
     step: Step = None,
     max_tokens: Annotated[int | None, Option(help="Score at most this many tokens. Default: all.")] = None,
     piece: Annotated[int, Option(help="Tokens read at a time, which bounds memory.")] = 4096,
-    batch_tokens: Annotated[int, Option(help="Tokens read side by side when windows are short.")] = 16_384,
+    batch_tokens: Annotated[int, Option(help="Tokens per batch when windows are short.")] = 16_384,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
     csv_file: Annotated[Path | None, Option("--csv", help="Also write the rows to a CSV file.")] = None,
 ) -> None:
-    """Score held-out documents at several sequence lengths, with the same target tokens at each.
+    """Score held-out documents at several sequence lengths, on the same target tokens at each.
 
-    Under torchrun, sequences longer than a piece are shared among the processes.
+    Under torchrun, the processes share sequences that are longer than a piece.
     """
     from gss.data import open_dataset
     from gss.evaluation import longest_document
@@ -115,7 +117,7 @@ class _ContextByDefault(TyperGroup):
 
 
 probe_app = typer.Typer(
-    help="Measure how much of its context a model uses. `gss probe RUN …` is `gss probe context RUN …`.",
+    help="Measure how much of its context a model uses. `gss probe RUN …` is short for `gss probe context RUN …`.",
     cls=_ContextByDefault,
     no_args_is_help=True,
 )
@@ -123,8 +125,8 @@ probe_app = typer.Typer(
 
 @probe_app.command()
 def context(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders that `gss train` made.")],
-    data: Annotated[Path, Option(help="A corpus that `gss prepare` made, with the runs' vocabulary.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders made by `gss train`.")],
+    data: Annotated[Path, Option(help="A corpus made by `gss prepare` with the runs' vocabulary.")],
     split: Annotated[str, Option(help="The split to score.")] = "valid",
     longest: Annotated[int | None, Option(help="The longest context. Default: one that 8 documents reach.")] = None,
     shortest: Annotated[int, Option(help="The shortest context.")] = 1,
@@ -135,9 +137,9 @@ def context(
     precision: Precision = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Score the same target tokens after more and more of their own document.
+    """Score the same target tokens after more and more of the text before them.
 
-    Each model's result is kept in its run folder as probe.json, from which `gss report` draws a figure.
+    Each result is also saved in the run folder as probe.json, from which `gss report` draws a figure.
     """
     from gss.data import open_dataset
     from gss.io.devices import pick_device
@@ -157,13 +159,13 @@ def context(
         try:
             write_json(run / "probe.json", kept[-1])
         except OSError as error:
-            warnings.warn(f"the result is not kept in the run folder: {error}", stacklevel=1)
+            warnings.warn(f"the result was not saved in the run folder: {error}", stacklevel=1)
     if as_json:
         print(json.dumps(kept, indent=2))
         return
     console, first = Console(), next(iter(results.values()))
     positions = {name: {row.start: f"{row.loss:.4f}" for row in result.by_position} for name, result in results.items()}
-    title = "Loss by position, the state carried (nats per token)"
+    title = "Loss by position, with the state carried (nats per token)"
     rows = [[f"{start:,} – {max(1, 2 * start) - 1:,}", *cells] for start, cells in _cells(positions)]
     console.print(table(title, ["positions", *positions], rows))
     columns: dict[str, dict[int, str]] = {}
@@ -172,16 +174,16 @@ def context(
         columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
         columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
     read = f"{first.documents:,} document{'s' * (first.documents > 1)}"
-    title = f"Loss of the same {first.tokens:,} tokens of {read} by the true tokens before them"
+    title = f"Loss on the same {first.tokens:,} tokens of {read}, by the number of true tokens before them"
     caption = (
-        "Read from a fresh start, and after another document's tokens up to the longest context (replaced). ±: "
-        "standard error of the difference between replaced and its last row, over documents."
+        "Read from a fresh start, or after another document's tokens up to the longest context (replaced). ±: "
+        "standard error, over documents, of the difference between replaced and its last row."
     )
     rows = [[f"{tokens:,}", *cells] for tokens, cells in _cells(columns)]
     console.print(table(title, ["true tokens", *columns], rows, caption))
     for name, result in results.items():
         before, after = result.replaced[0], result.replaced[-1]
-        gain = f"{before.context:,} to {after.context:,} true tokens gain {before.excess:.4f} ± "
+        gain = f"going from {before.context:,} to {after.context:,} true tokens gains {before.excess:.4f} ± "
         gain += f"{before.excess_error:.4f} nats"
         effective = f"no effective context, {gain}"
         if result.effective_context is not None:
@@ -194,28 +196,34 @@ def context(
 def tasks(
     preset: Annotated[str, Option(help="The model: see `gss presets`.")],
     task: Annotated[str, Option(help="induction, selective-copying, recall or passkey.")] = "recall",
-    pairs: Annotated[int | None, Option("--pairs", "--items", help="Pairs, items, or digits of a passkey.")] = None,
+    pairs: Annotated[
+        int | None, Option("--pairs", "--items", help="Number of pairs, items, or digits of the passkey.")
+    ] = None,
     vocabulary: Annotated[int | None, Option(help="Number of ids. Default: the task's, 8,192 for recall.")] = None,
-    length: Annotated[int, Option(help="Tokens of a training sequence.")] = 512,
-    lengths: Annotated[str, Option(help="Further lengths to test at, separated by commas.")] = "",
+    length: Annotated[int, Option(help="Tokens per training sequence.")] = 512,
+    lengths: Annotated[str, Option(help="More lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, Option(help="The model's width.")] = None,
-    settings: Annotated[list[str] | None, Option("--set", help="A field of the model, or optimizer.…=…")] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", help="A setting of the model, or optimizer.NAME=VALUE; repeatable.")
+    ] = None,
     steps: Annotated[int, Option(help="Training steps, including those of the curriculum.")] = 2000,
     rows: Annotated[int, Option(help="Sequences per step.")] = 64,
     curriculum: Annotated[
         str,
-        Option(metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="What the first steps train on: 4:16:128:100,8:32:64:100."),
+        Option(
+            metavar="ITEMS:LENGTH:ROWS:STEPS,...", help="Easier stages to train on first: 4:16:128:100,8:32:64:100."
+        ),
     ] = "",
-    sequences: Annotated[int, Option(help="Fresh sequences to test on at each length.")] = 64,
+    sequences: Annotated[int, Option(help="New sequences to test on at each length.")] = 64,
     stretch: Annotated[float, Option(help="After training, multiply the time constants of GSS2 layers by this.")] = 1.0,
     optimizer: Annotated[str, Option(help="muon, adamw or adafactor.")] = "muon",
     learning_rate: Annotated[float, Option(help="The base learning rate.")] = 3.2e-3,
-    seed: Annotated[int, Option(help="Draws the first weights and the sequences.")] = 0,
+    seed: Annotated[int, Option(help="Determines the initial weights and the sequences.")] = 0,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Train a model on a generated task, and report how often it is right on fresh sequences."""
+    """Train a model on a generated task, and report how often it is right on new sequences."""
     from gss.io.devices import pick_device
     from gss.probe import make_task, task_optimizer, train_on_task
 
@@ -238,7 +246,7 @@ def tasks(
         [f"{a.length:,}", f"{a.sequences}", f"{a.accuracy:.1%}", _number(a.standard_error, ".1%"), f"{a.solved:.1%}"]
         for a in result.accuracy
     ]
-    Console().print(table(about, ["length", "sequences", "accuracy", "±", "all right"], rows_shown))
+    Console().print(table(about, ["length", "sequences", "accuracy", "±", "all correct"], rows_shown))
 
 
 def _stages(text: str) -> list["Stage"]:
@@ -247,7 +255,7 @@ def _stages(text: str) -> list["Stage"]:
     try:
         return [Stage(*map(int, part.split(":"))) for part in text.split(",") if part]
     except (ValueError, TypeError):
-        raise ValueError(f"a curriculum is ITEMS:LENGTH:ROWS:STEPS, separated by commas, not {text!r}") from None
+        raise ValueError(f"--curriculum must be ITEMS:LENGTH:ROWS:STEPS,..., not {text!r}") from None
 
 
 def _cells(columns: Mapping[str, Mapping[int, str]]) -> Iterator[tuple[int, list[str]]]:

@@ -31,14 +31,16 @@ def bench_command(
     model: Annotated[str | None, Option(help="The preset. Default: gss on a GPU, gss-small on a CPU.")] = None,
     shape: Annotated[
         list[str] | None,
-        Option(metavar="BATCHxLENGTH", help="Rows and tokens per row (decode: of context); repeatable."),
+        Option(metavar="BATCHxLENGTH", help="Rows, and tokens per row (decode: of context); repeatable."),
     ] = None,
     piece: Annotated[int | None, Option(min=1, help="Prefill: tokens read at a time. Default: all.")] = None,
-    compile_: Annotated[bool | None, Option("--compile/--no-compile", help="Default: to train on a GPU.")] = None,
-    repeats: Annotated[int, Option(min=1, help="Timed runs; the median counts.")] = 5,
+    compile_: Annotated[
+        bool | None, Option("--compile/--no-compile", help="Compile layers. Default: only to train on a GPU.")
+    ] = None,
+    repeats: Annotated[int, Option(min=1, help="Number of timed runs; the median is reported.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure speed, memory and accuracy on this machine; what is measured is compared with plain arithmetic first."""
+    """Measure speed, memory and accuracy on this machine, after checking results against plain arithmetic."""
     import torch
 
     from gss.bench.machine import provenance
@@ -48,7 +50,7 @@ def bench_command(
     from gss.training.progress import matmul_rate
 
     if what not in _SHAPES:
-        raise ValueError(f"there is nothing to measure named {what!r}; choose from: {', '.join(_SHAPES)}")
+        raise ValueError(f"there is no benchmark {what!r}; choose from: {', '.join(_SHAPES)}")
     if (piece and what != "prefill") or (compile_ is not None and what == "decode"):
         raise ValueError(f"gss bench {what} has no option {'--piece' if piece else '--compile'}")
     where = pick_device(device)
@@ -86,16 +88,18 @@ def bench_command(
 
 
 def report_command(
-    runs: Annotated[list[Path], Argument(help="Run folders that `gss train` made.", metavar="RUN...")],
-    out: Annotated[Path, Option(help="The file to write.")] = Path("report.html"),
+    runs: Annotated[list[Path], Argument(help="Run folders made by `gss train`.", metavar="RUN...")],
+    out: Annotated[Path, Option(help="The HTML file to write.")] = Path("report.html"),
     data: Annotated[Path | None, Option(help="A corpus to score on. Default: each run's own validation data.")] = None,
     max_tokens: Annotated[int, Option(help="Tokens to score per length if no scores are stored; 0: none.")] = 131_072,
     lengths: Annotated[str | None, Option(help="Lengths, separated by commas. Default: the paper's.")] = None,
-    again: Annotated[bool, Option("--again", help="Score again, even where scores are stored.")] = False,
+    again: Annotated[bool, Option("--again", help="Score again, even if scores are stored.")] = False,
     device: Device = "auto",
-    prompt: Annotated[str | None, Option(help="The prompt of the samples. Default: the run's newest sample.")] = None,
+    prompt: Annotated[
+        str | None, Option(help="Generate samples from this prompt. Default: show each run's newest sample.")
+    ] = None,
 ) -> None:
-    """Write a report on one or several runs: curves, scores by length, what the state spaces remember, text."""
+    """Write a report on one or more runs: curves, scores by length, how far back models look, sample text."""
     from gss.io.devices import pick_device
     from gss.report import write_report
 
@@ -115,14 +119,14 @@ def report_command(
 
 
 STDLIB = Path("data/stdlib")
-_DATA = "A prepared corpus, or a folder of them; repeatable. Default at the tiny scale: data/stdlib."
+_DATA = "A prepared corpus, or a folder of several; repeatable. Default at the tiny scale: data/stdlib."
 _TARGETS = (
     "table1 (Transformer, DSS, GSS), table2 (block-recurrent, GSS, GSS-L, GSS-Hybrid-L), or lengths (GSS and "
-    "the hybrid by evaluation length)."
+    "GSS-Hybrid by evaluation length)."
 )
 _SCALES = (
     "tiny: minutes on a CPU. small: 45M to 80M parameters and 105M tokens, minutes per run on a GPU. paper: the full "
-    "recipe, for many GPUs; the commands that train are printed, and what has been trained is scored."
+    "recipe, for many GPUs; prints the training commands, and scores the runs that have been trained."
 )
 
 
@@ -130,20 +134,20 @@ def reproduce_command(
     target: Annotated[str, Argument(help=_TARGETS)],
     out: Annotated[Path, Option(help="Folder for the runs; finished ones are not run again.")] = Path("runs/reproduce"),
     data: Annotated[list[Path] | None, Option(help=_DATA)] = None,
-    corpus: Annotated[list[str] | None, Option(help="Only the corpus in the folder of this name; repeatable.")] = None,
+    corpus: Annotated[list[str] | None, Option(help="Only the corpus with this folder name; repeatable.")] = None,
     scale: Annotated[str, Option(help=_SCALES)] = "tiny",
     only: Annotated[list[str] | None, Option(help="Only this system; repeatable. A wrong name lists them.")] = None,
-    tokens: Annotated[int | None, Option(help="Training tokens of every run. Default: the scale's.")] = None,
+    tokens: Annotated[int | None, Option(help="Training tokens per run. Default: the scale's.")] = None,
     seeds: Annotated[str, Option(help="Seeds, separated by commas.")] = "0",
     evaluate_tokens: Annotated[int | None, Option(help="Tokens to score at each length. Default: the scale's.")] = None,
     set_: Set = None,
     device: Device = "auto",
-    quiet: Annotated[bool, Option("--quiet", help="Only the table at the end.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Print only the table at the end.")] = False,
 ) -> None:
-    """Train and score the systems of one of the paper's tables at equal tokens; print it beside the paper's figures.
+    """Train and score the systems of one of the paper's tables on equal tokens, and compare with the paper's figures.
 
-    With the same --out the command resumes: a finished run has a result.json in its folder, and an interrupted one
-    continues from its checkpoint. What is fixed, and why: docs/reproducing.md.
+    Run the command again with the same --out to resume: finished runs, which have a result.json, are not run again, and
+    interrupted ones continue from their checkpoint. docs/reproducing.md says what is fixed, and why.
     """
     from gss.data import load_tokenizer, prepare
     from gss.reproduce import SCALES, TARGETS, find_corpora, planned, reproduce
@@ -154,7 +158,7 @@ def reproduce_command(
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
     if not data:
         if scale != "tiny":
-            raise ValueError("no data: give --data FOLDER, a corpus that gss prepare made or a folder of them")
+            raise ValueError("no data: add --data FOLDER, a corpus made by gss prepare or a folder of several")
         prepare(["stdlib"], STDLIB, load_tokenizer("bytes"))
     trials = planned(
         TARGETS[target],
@@ -180,8 +184,8 @@ def reproduce_command(
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
     if outcome.commands:
-        print(f"\n{len(outcome.commands)} runs need many GPUs. Train them, then run this command again:\n")
+        print(f"\n{len(outcome.commands)} runs need many GPUs. Train them as follows, then run this command again:\n")
         print("\n".join(outcome.commands))
     if outcome.failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failed.items())
-        raise ValueError(f"{len(outcome.failed)} runs failed, the others are kept: {reasons}")
+        raise ValueError(f"{len(outcome.failed)} runs failed, the others are saved: {reasons}")

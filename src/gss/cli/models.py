@@ -64,7 +64,7 @@ def complete_setting(incomplete: str) -> list[tuple[str, str]]:
     return [(f"{name}=", about) for name, about in complete_name(incomplete)]
 
 
-_SET = "A setting: steps=1000, optimizer.learning_rate=1e-3, … (`gss settings`); repeatable."
+_SET = "A setting, e.g. steps=1000 or optimizer.learning_rate=1e-3; repeatable. `gss settings` lists all."
 Set = Annotated[list[str] | None, Option("--set", help=_SET, autocompletion=complete_setting)]
 
 
@@ -83,7 +83,7 @@ def settings_command(
         str | None, Argument(help="A setting, or a group such as `optimizer`.", autocompletion=complete_name)
     ] = None,
 ) -> None:
-    """List the settings that `gss train --set` and recipes take: type, default, and what each is."""
+    """List the settings for `gss train --set` and recipes, with type, default and meaning."""
     every = list(settings())
     chosen = [each for each in every if name is None or each.name == name or each.name.startswith(f"{name}.")]
     if not chosen:
@@ -112,11 +112,13 @@ def presets_command() -> None:
 
 def params_command(
     preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
-    settings: Annotated[list[str] | None, Option("--set", help="A field: depth=8, state_space.modes=64.")] = None,
-    length: Annotated[int, Option(help="Sequence length for which FLOPs and state are counted.")] = 4096,
+    settings: Annotated[
+        list[str] | None, Option("--set", help="A model setting, e.g. depth=8 or state_space.modes=64; repeatable.")
+    ] = None,
+    length: Annotated[int, Option(help="Sequence length at which FLOPs and state are counted.")] = 4096,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model costs: parameters by part, FLOPs per token, state bytes per sequence."""
+    """Show what a model costs: parameters by part, FLOPs per token, size of the state."""
     from gss.accounting import account
 
     config = gss.preset(preset, **parse_assignments(settings or []))
@@ -140,7 +142,9 @@ def params_command(
     console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training costs three times it.")
+    console.print(
+        f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training takes three times that."
+    )
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 
@@ -148,27 +152,27 @@ def _millions(number: int) -> str:
     return f"{number / 1e6:,.2f}M" if number else ""
 
 
-_TO = "hf: for `transformers`. onnx: one graph for any runtime. web: a page that runs the model."
-_RUNTIME = "With --to web: onnxruntime-web's folder `dist`, to copy beside the page instead of a CDN."
+_TO = "hf: for `transformers`. onnx: one graph for any ONNX runtime. web: a page that runs the model."
+_RUNTIME = "With --to web: the `dist` folder of onnxruntime-web, to serve with the page instead of using a CDN."
 
 
 Target = StrEnum("Target", ("hf", "onnx", "web"))
 
 
 def export_command(
-    run: Annotated[Path, Argument(help="A run folder that `gss train` made, or box.")],
-    out: Annotated[Path, Argument(help="The folder to write; it must be new or empty.", metavar="DIR")],
+    run: Annotated[Path, Argument(help="A run folder made by `gss train`, or box.")],
+    out: Annotated[Path, Argument(help="The folder to create; it must be new or empty.", metavar="DIR")],
     to: Annotated[Target, Option(help=_TO)] = Target.hf,
     step: Step = None,
     runtime: Annotated[Path | None, Option(help=_RUNTIME)] = None,
 ) -> None:
-    """Write a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
+    """Export a run's model for use elsewhere: in `transformers`, as ONNX, or as a static page for the browser."""
     if runtime is not None and to is not Target.web:
-        raise ValueError("--runtime is for --to web")
+        raise ValueError("--runtime only works with --to web")
     if to is Target.hf:
         from gss.hf import export_run
 
-        print(f"wrote {export_run(run, out, step=step)}: load it after `import gss.hf`")
+        print(f"wrote {export_run(run, out, step=step)}: to load it in transformers, import gss.hf first")
     elif to is Target.onnx:
         from gss.export import export_onnx
 
@@ -177,30 +181,30 @@ def export_command(
         from gss.export import export_page
 
         folder = export_page(run, out, step=step, runtime=runtime)
-        print(f"wrote {folder}: python -m http.server --directory {folder} shows it at http://localhost:8000")
+        print(f"wrote {folder}: to open it at http://localhost:8000, run python -m http.server --directory {folder}")
 
 
 def import_command(
-    folder: Annotated[Path, Argument(help="A folder that `gss export` or `save_pretrained` wrote.", metavar="DIR")],
+    folder: Annotated[Path, Argument(help="A folder written by `gss export` or `save_pretrained`.", metavar="DIR")],
     run: Annotated[Path, Argument(help="The run folder to create; it must be new or empty.")],
 ) -> None:
-    """Turn a folder that `transformers` reads into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
+    """Turn a `transformers` folder into a run folder, for `gss eval`, `gss generate` and `gss.load`."""
     from gss.hf import import_folder
 
     print(f"wrote {import_folder(folder, run)}")
 
 
 def quantize_command(
-    run: Annotated[Path, Argument(help="A run folder that `gss train` made.")],
+    run: Annotated[Path, Argument(help="A run folder made by `gss train`.")],
     out: Annotated[Path | None, Argument(help="The run folder to create. Default: RUN-int8 and so on.")] = None,
-    bits: Annotated[int, Option(help="Bits of each weight: 16, 8 or 4.")] = 8,
+    bits: Annotated[int, Option(help="Bits per weight: 16, 8 or 4.")] = 8,
     step: Step = None,
 ) -> None:
-    """Write a run's model with its matrices in fewer bits, as a run folder: smaller, and faster to decode."""
+    """Write a run folder with the model's matrices in fewer bits: smaller, and faster to decode on a CPU."""
     from gss.lm import quantize_run
 
     names = {16: "bf16", 8: "int8", 4: "int4"}
     if bits not in names:
-        raise ValueError(f"weights have 16, 8 or 4 bits, not {bits}")
+        raise ValueError(f"--bits must be 16, 8 or 4, not {bits}")
     target = quantize_run(run, out or run.with_name(f"{run.resolve().name}-{names[bits]}"), names[bits], step=step)
-    print(f"wrote {target}: use it as any run, for example gss generate {target}")
+    print(f"wrote {target}: use it like any run, for example gss generate {target}")

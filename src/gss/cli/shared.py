@@ -1,4 +1,4 @@
-"""What commands share: options, lists of numbers as an option takes them, tables, and the progress of a long job."""
+"""Code shared by the commands: options, lists of numbers, tables and progress bars."""
 
 import sys
 import time
@@ -14,16 +14,16 @@ from typer import Argument, Option
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 
-Run = Annotated[Path | None, Argument(help="A run folder that `gss train` made. Default: the model in the box.")]
+Run = Annotated[Path | None, Argument(help="A run folder made by `gss train`. Default: the bundled model.")]
 Step = Annotated[int | None, Option(help="The checkpoint's step. Default: the newest good one.")]
-Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Precision = Annotated[str, Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
-Weights = Annotated[str | None, Option(help="Pack the weights: bf16, int8 or int4. Default: as they are.")]
+Weights = Annotated[str | None, Option(help="Quantize the weights: bf16, int8 or int4. Default: leave them as stored.")]
 Speculate = Annotated[
     bool | None,
-    Option("--speculate/--no-speculate", help="Draft by lookup in what was read; same text. Default: on a CPU."),
+    Option("--speculate/--no-speculate", help="Speculative decoding by lookup; same text. Default: only on a CPU."),
 ]
-State = Annotated[Path | None, Option(help="A state of `gss read` or `gss train --tune state`: texts start there.")]
+State = Annotated[Path | None, Option(help="Start from a state made by `gss read` or `gss train --tune state`.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Force = Annotated[bool, Option("--force", help="Replace what an earlier command made in OUT.")]
 
@@ -32,7 +32,7 @@ def whole_numbers(text: str, what: str = "lengths", example: str = "512,4096") -
     """The numbers of an option that takes several."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is not a list of {what}: write whole numbers with commas, for example {example}")
+        raise ValueError(f"{text!r} is not a list of {what}: write integers separated by commas, for example {example}")
     return [int(part) for part in parts]
 
 

@@ -50,13 +50,13 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 def generate_command(
     run: Run = None,
     prompt: Annotated[str, Option(help="The text to continue; - reads standard input. Empty: a new document.")] = "",
-    prompts: Annotated[Path | None, Option(help='A file of prompts, one to a line: text, or {"prompt": …}.')] = None,
+    prompts: Annotated[Path | None, Option(help='A file with one prompt per line: text, or {"prompt": …}.')] = None,
     state: State = None,
     tokens: Annotated[int, Option(min=1, help="Maximum number of tokens to produce.")] = 200,
     seed: Annotated[int, Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, Option(help="Stop before this text; repeatable.")] = None,
     samples: Annotated[int, Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
-    as_json: Annotated[bool, Option("--json", help="Print a JSON object per text, one to a line.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per text, each on its own line.")] = False,
     echo: Annotated[bool, Option(help="Print the prompt before its continuation.")] = True,
     step: Step = None,
     device: Device = "auto",
@@ -66,7 +66,7 @@ def generate_command(
     threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
     **sampling: Any,
 ) -> None:
-    """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
+    """Continue a prompt, printing the text as it is produced; or many prompts, printing each text when it is done."""
     from gss.accounting import account
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
@@ -119,14 +119,14 @@ def _print(
 def read_command(
     book: Annotated[str, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
-    out: Annotated[Path, Option(help="The file to write, for --state.")] = Path("state.safetensors"),
+    out: Annotated[Path, Option(help="The state file to write.")] = Path("state.safetensors"),
     state: State = None,
-    int8: Annotated[bool, Option("--int8", help="A quarter of the size, rounded.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Round the state to a quarter of the size.")] = False,
     step: Step = None,
     device: Device = "auto",
     precision: Precision = "auto",
 ) -> None:
-    """Read a document once and keep what the model remembers of it: a state, which texts can start from."""
+    """Read a document once and save the model's state, from which generate, eval and serve can start (--state)."""
     from gss.io.devices import pick_device
 
     text = _standard_input() if book == "-" else _text_of(Path(book))
@@ -166,7 +166,7 @@ def _text_of(path: Path) -> str:
 def _standard_input() -> str:
     text = _utf8(sys.stdin.buffer.read().decode("utf-8", "surrogateescape"), "the prompt on standard input")
     if not text:
-        raise ValueError("standard input is empty: pipe a prompt in, or leave out --prompt to start a new document")
+        raise ValueError("standard input is empty: pipe a text into it, or name a file or prompt instead of -")
     return text
 
 
@@ -180,18 +180,18 @@ def _prompts_file(path: Path) -> list[str]:
             try:
                 line = json.loads(line)["prompt"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f'{path}, line {number}: not an object with a "prompt"') from None
+                raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"') from None
         prompts.append(str(line))
     if not prompts:
-        raise ValueError(f"{path} has no prompts: write one to a line")
+        raise ValueError(f"{path} has no prompts: write one per line")
     return prompts
 
 
 def serve_command(
     run: Run = None,
-    host: Annotated[str, Option(help="Address to listen on. The default is this machine only.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, Option(envvar="GSS_API_KEY", help="Key that clients must send.")] = None,
+    host: Annotated[str, Option(help="Address to listen on. The default serves this machine only.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
+    api_key: Annotated[str | None, Option(envvar="GSS_API_KEY", help="API key that clients must send.")] = None,
     name: Annotated[str | None, Option(help="The model's id for clients. Default: the folder's name.")] = None,
     state: State = None,
     step: Step = None,
@@ -200,18 +200,18 @@ def serve_command(
     weights: Weights = None,
     speculate: Speculate = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads for the model. Default: all cores but one.")] = None,
-    batch: Annotated[int, Option(min=1, help="Maximum number of sequences that run side by side.")] = 64,
-    queue: Annotated[int, Option(min=0, help="Maximum number of sequences that wait.")] = 256,
+    batch: Annotated[int, Option(min=1, help="Maximum number of sequences running at once.")] = 64,
+    queue: Annotated[int, Option(min=0, help="Maximum number of waiting sequences.")] = 256,
     piece: Annotated[int | None, Option(min=1, help="Prompt tokens per step. Default: 256; 4,096 on a GPU.")] = None,
-    cache_mib: Annotated[int, Option(min=0, help="Memory for cached states of prompts, in MiB.")] = 256,
-    max_prompt: Annotated[int, Option(min=1, help="Longest prompt, in tokens.")] = 131_072,
+    cache_mib: Annotated[int, Option(min=0, help="Memory for cached prompt states, in MiB.")] = 256,
+    max_prompt: Annotated[int, Option(min=1, help="Maximum prompt length, in tokens.")] = 131_072,
     max_tokens: Annotated[int, Option(min=1, help="Maximum number of tokens that a request may ask for.")] = 4096,
-    max_n: Annotated[int, Option(min=1, help="Maximum number of continuations of a prompt.")] = 16,
-    max_body: Annotated[int, Option(min=1, help="Largest body of a request, in bytes.")] = 4 << 20,
-    max_seconds: Annotated[float, Option(help="Longest time that a request may take.")] = 300.0,
+    max_n: Annotated[int, Option(min=1, help="Maximum number of continuations per prompt.")] = 16,
+    max_body: Annotated[int, Option(min=1, help="Maximum size of a request body, in bytes.")] = 4 << 20,
+    max_seconds: Annotated[float, Option(help="Maximum time per request, in seconds.")] = 300.0,
     drain: Annotated[float, Option(min=0, help="Seconds that running requests get when the server stops.")] = 30.0,
 ) -> None:
-    """Serve a model: OpenAI-compatible completions, and a playground in the browser."""
+    """Serve a model over HTTP: OpenAI-compatible completions, and a playground in the browser."""
     from gss.io.devices import pick_device
     from gss.precision import check
 
@@ -225,15 +225,15 @@ def serve_command(
     console = Console(stderr=True, highlight=False)
     if host not in LOOPBACK and api_key is None:
         console.print(
-            f"[bold yellow]warning:[/] {escape(host)} is open to others and no API key is set: anyone who reaches it "
-            "can use the model. Set one with --api-key or GSS_API_KEY."
+            f"[bold yellow]warning:[/] {escape(host)} is open to other machines and no API key is set: anyone who can "
+            "reach it can use the model. Set a key with --api-key or GSS_API_KEY."
         )
     sizes = {"body_bytes": max_body, "prompt_tokens": max_prompt, "max_tokens": max_tokens, "n": max_n}
     limits = Limits(**sizes, seconds=max_seconds, queue=queue)
     with console.status(f"loading {escape(str(run or NAME))}"):
         loaded = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
     if loaded.model.device.type == "cuda":
-        console.print("[dim]warming up for batches of every size; the first time, kernels are compiled[/]")
+        console.print("[dim]warming up with batches of every size; the first time, this compiles kernels[/]")
     served_as = name or (run.resolve().name if run else NAME)
     serve(
         loaded,

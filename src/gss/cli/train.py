@@ -16,28 +16,28 @@ from gss.cli.models import Set, complete_name, complete_preset, complete_recipe
 from gss.cli.shared import table
 from gss.config import parse_assignments
 
-_RECIPES = "A recipe (tiny, small, pg19, …) or a TOML file. Default: one for the model and machine."
+_RECIPES = "A recipe (tiny, small, pg19, …) or a TOML file. Default: one that suits the model and the machine."
 
 
 def train_command(
-    data: Annotated[Path, Option(help="A corpus that `gss prepare` made.")],
+    data: Annotated[Path, Option(help="A corpus made by `gss prepare`.")],
     out: Annotated[Path, Option(help="The run folder. If it holds checkpoints, training continues from the newest.")],
     preset: Annotated[str | None, Option(help="The model: see `gss presets`.", autocompletion=complete_preset)] = None,
     start: Annotated[str | None, Option("--from", help="Weights to start from: a run, an export, or `box`.")] = None,
     lora: Annotated[int | None, Option(min=1, help="Train only low-rank updates of this rank (LoRA).")] = None,
-    tune: Annotated[str | None, Option(help="`state`: train only the state that texts start from.")] = None,
+    tune: Annotated[str | None, Option(help="`state`: train only the initial state.")] = None,
     config: Annotated[str | None, Option(help=_RECIPES, autocompletion=complete_recipe)] = None,
     set_: Set = None,
     allow: Annotated[
         list[str] | None,
         Option(help="A setting that may differ from the resumed run's, e.g. `steps`.", autocompletion=complete_name),
     ] = None,
-    quiet: Annotated[bool, Option("--quiet", help="Show no progress; metrics.jsonl still has it.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Show no progress; it is still written to metrics.jsonl.")] = False,
 ) -> None:
-    """Train a model on a prepared corpus, or continue from the newest good checkpoint of a run.
+    """Train a model on a prepared corpus, or resume a run from its newest good checkpoint.
 
-    Ctrl-C and SIGTERM save and stop (exit status 130 and 143); the same command continues. Several GPUs or machines:
-    `torchrun --nproc-per-node 8 -m gss train …`.
+    Ctrl-C and SIGTERM save and stop (exit status 130 and 143); run the same command again to continue. For several GPUs
+    or machines: `torchrun --nproc-per-node 8 -m gss train …`.
     """
     from gss.training.start import plan
 
@@ -57,14 +57,14 @@ PROMPT = "def "
 
 
 def quickstart_command(
-    config: Annotated[str, Option(help="The recipe of both runs: a name, or a TOML file.")] = "quickstart",
+    config: Annotated[str, Option(help="The recipe for both runs: a name, or a TOML file.")] = "quickstart",
     data: Annotated[Path, Option(help="Folder for the corpus.")] = Path("data/stdlib"),
     runs: Annotated[Path, Option(help="Folder for the runs.")] = Path("runs"),
     set_: Set = None,
 ) -> None:
-    """Prepare the Python standard library, train a small GSS2 and a small GSS, evaluate, sample, report.
+    """Prepare the Python standard library, train a tiny GSS2 and a tiny GSS on it, evaluate, sample, report.
 
-    Whatever exists already is continued. Each part is a command of its own, which is printed first.
+    Each step is a command of its own, which is printed first. A corpus and runs that exist already are reused.
     """
     from gss.data import load_tokenizer, open_dataset, prepare
     from gss.report import write_report
@@ -97,7 +97,7 @@ def quickstart_command(
         keep(folder, lm.step, held_out, result)
         rows.append([name, *(f"{row.perplexity:.3f}" for row in result.rows), *figures(result.rows[-1])[1:]])
         losses[name] = result.rows[-1].loss
-    title = f"Python code that they have not seen: {len(held_out.tokens):,} tokens of {len(held_out)} documents"
+    title = f"Held-out Python code: {len(held_out.tokens):,} tokens of {len(held_out)} documents"
     header = ["perplexity at", *(f"{length:,}" for length in lengths), "± loss", "per word", "bits/byte"]
     caption = "±: standard error of the loss over documents. The last three columns are for the longest length."
     Console(width=max(console.width, 110), highlight=False).print(table(title, header, rows, caption))

@@ -22,35 +22,35 @@ class OptimizerConfig(Checked):
 
     prefix = "optimizer."
     name: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """AdamW (the paper's); Adafactor, with which the Block-Recurrent Transformers were trained and whose rates are
-    relative to each parameter's size; or Muon, which takes orthogonal steps on the layers' matrices and leaves the rest
-    to AdamW. Muon learns more in few steps, at AdamW's rates or somewhat higher ones."""
+    """AdamW (the paper's), Muon or Adafactor. Muon takes orthogonalized steps on the layers' matrices and uses AdamW
+    for the rest; it learns more in few steps, at AdamW's rates or somewhat higher ones. Adafactor is what the
+    Block-Recurrent Transformers were trained with; its rates are relative to each parameter's size."""
     learning_rate: float = limited(1.6e-3, gt=0)
-    """Base rate of everything but the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
+    """Base rate of everything except the state spaces (the paper tuned it over 6.4e-3, 3.2e-3, 1.6e-3, 8e-4)."""
     matrix_learning_rate: float | None = limited(None, gt=0)
     """Base rate of the layers' matrices, on the same schedule. None: `learning_rate`."""
     schedule: str = chosen("cosine", SCHEDULES)
-    """After the warm-up: a cosine that reaches the final rate at the last step, or 1/√step with the final rate as its
-    floor."""
+    """The schedule after the warm-up: a cosine that reaches the final rate at the last step, or 1/√step, but never
+    below the final rate."""
     final_learning_rate: float = limited(1e-6, ge=0)
-    """Where the schedule ends."""
+    """The rate at which the schedule ends."""
     warmup_steps: int = limited(1000, ge=0)
     """Steps of linear warm-up; 0 for none."""
     state_space_learning_rate: float = limited(1e-3, gt=0)
     """Rate of state-space parameters: constant, without warm-up."""
     embedding_factor: float = limited(1.0, gt=0)
-    """Multiplies the base rate of the embedding, which is also the head; its weight decay is divided by it. The
-    embedding starts as N(0, 1) and Adam moves an entry by about the rate per step, so it hardly learns in a short run,
-    where √width is far better (docs/training.md)."""
+    """Multiplies the base rate of the embedding, which is also the head, and divides its weight decay. The embedding
+    starts as N(0, 1) and Adam moves an entry by about the rate per step, so it hardly learns in a short run. There,
+    √width is far better (docs/training.md)."""
     weight_decay: float = limited(0.1, ge=0)
-    """Decay of matrices, the embedding included; norms, biases and state-space parameters have none."""
+    """Weight decay of matrices, including the embedding; norms, biases and state-space parameters have none."""
     betas: tuple[float, float] = limited((0.9, 0.98), ge=0, lt=1)
-    """Decay rates of Adam's moments. The paper only says Adam; 0.98 is the value of the example that its other numbers
-    come from. Adafactor uses the first as its momentum (0 for none) and ignores the second."""
+    """Decay rates of Adam's moments. The paper only says Adam; 0.98 comes from the example whose other numbers it uses.
+    Adafactor uses the first as its momentum (0 for none) and ignores the second."""
     epsilon: float = limited(1e-8, gt=0)
-    """Adam's guard against a zero denominator."""
+    """Added to Adam's denominator, so that it is never zero."""
     clip_norm: float = limited(1.0, gt=0)
-    """The norm of all gradients together is clipped to this."""
+    """The maximum norm of all gradients together; larger ones are clipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,9 +66,9 @@ class CheckpointConfig(Checked):
     every: int = limited(1000, ge=1)
     """Steps between checkpoints; another is written at the end and when the run is stopped."""
     keep_last: int = limited(3, ge=2)
-    """How many of the newest are kept: at least 2, in case the last one is damaged."""
+    """Number of newest checkpoints to keep: at least 2, in case the last one is damaged."""
     keep_every: int | None = limited(None, ge=1)
-    """Also keep those whose step is a multiple of this. None: only the newest."""
+    """Also keep checkpoints whose step is a multiple of this. None: only the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class ReportConfig(Checked):
     evaluate_every: int = limited(1000, ge=0)
     """Steps between evaluations on the validation split; 0 for none."""
     evaluate_lengths: tuple[int, ...] = limited((), ge=1)
-    """Evaluation lengths, reduced to the longest document where needed. Empty: the training length."""
+    """Evaluation lengths, reduced to the longest document if necessary. Empty: the training length."""
     evaluate_tokens: int = limited(1 << 18, ge=1)
-    """Validation tokens that an evaluation scores at most."""
+    """Maximum number of validation tokens per evaluation."""
     sample_every: int = limited(1000, ge=0)
     """Steps between samples of text; 0 for none."""
     sample_prompt: str = ""
@@ -91,9 +91,9 @@ class ReportConfig(Checked):
     sample_tokens: int = limited(200, ge=1)
     """Tokens per sample."""
     tensorboard: bool = False
-    """Also write TensorBoard files, to RUN/tensorboard (needs the tensorboard extra)."""
+    """Also write TensorBoard files to RUN/tensorboard (needs the tensorboard extra)."""
     wandb: bool = False
-    """Also send the numbers to Weights & Biases, as a run of the project gss (needs the wandb extra)."""
+    """Also log to Weights & Biases, as a run in the project gss (needs the wandb extra)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,10 @@ class ParallelConfig(Checked):
 
     prefix, shorthand = "parallel.", "strategy"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
-    """Whole copies of the model (ddp), or parameters and optimizer in shards (fsdp2)."""
+    """ddp: every process has a copy of the model. fsdp2: parameters and optimizer state are sharded."""
     context: int = limited(1, ge=1)
-    """Processes that share a sequence: each has a stretch of it, and they pass states on. They have consecutive ranks,
-    and the number of processes must be a multiple of this."""
+    """Number of processes that share each sequence: each takes a stretch of it, and they pass states between them. They
+    have consecutive ranks, and the number of processes must be a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +120,14 @@ class TrainConfig(Checked):
     preset: str = "gss"
     """Name of the preset that the model is based on."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model. Its vocab_size is the data's unless it is set."""
+    """The model. Its vocab_size is that of the data unless it is set."""
     start: str | None = None
-    """Weights to start from: a run folder, an exported folder, or "box", with a fresh optimizer and schedule. None:
+    """Weights to start from, with a fresh optimizer and schedule: a run folder, an exported folder, or "box". None:
     random weights."""
     lora: int | None = limited(None, ge=1)
-    """Rank of the LoRA matrices on top of every dense layer of `start`; everything else is frozen. None: no LoRA."""
+    """Rank of the LoRA updates of every dense layer of `start`; everything else is frozen. None: no LoRA."""
     tune: Literal["all", "state"] = "all"
-    """What is learned: the weights, or only the initial state of the frozen model of `start`."""
+    """What is trained: the weights, or only the initial state, with the model of `start` frozen."""
     seed: int = 0
     """Determines the initial weights and the order of the data."""
     steps: int = limited(125_000, ge=1)
@@ -135,35 +135,36 @@ class TrainConfig(Checked):
     length: int = limited(4096, ge=1)
     """L, tokens per row."""
     late_length: int | None = limited(None, ge=1)
-    """Tokens per row in the last steps, a multiple of `length`, in fewer rows: short rows teach more per token, long
-    ones the use of a long context. None: `length` to the end."""
+    """Tokens per row in the last steps, a multiple of `length`, with fewer rows. Short rows teach more per token; long
+    rows teach the model to use a long context. None: `length` to the end."""
     late_share: float = limited(0.1, gt=0, lt=1)
-    """The share of the steps, the last ones, with rows of `late_length`."""
+    """Share of the steps, at the end of training, that use rows of `late_length`."""
     batch_tokens: int = limited(1 << 19, ge=1)
     """Tokens per step over all processes: rows × length."""
     micro_batch_tokens: int | None = limited(None, ge=1)
-    """Tokens that a process runs at a time; gradients are accumulated over several such batches. None: all its rows."""
+    """Tokens that a process runs at a time; gradients are accumulated over several micro-batches. None: all its
+    rows."""
     piece_tokens: int | None = limited(None, ge=1)
-    """Tokens of a row that are in memory at a time: a row is read in pieces and back-propagated through piece by piece,
-    which is exact and costs about a third more. None: whole rows."""
+    """Tokens of a row in memory at a time. Rows are read and back-propagated piece by piece, which is exact and costs
+    about a third more. None: whole rows."""
     batching: Literal["segments", "lanes", "packed"] = "segments"
-    """Independent segments of documents (the paper's); lanes, which follow documents and carry the state; or rows
-    packed with short documents (LM1B)."""
+    """segments: independent segments of documents (the paper's). lanes: rows follow documents and carry the state.
+    packed: rows hold several short documents (LM1B)."""
     eos_first: bool = False
-    """Whether rows that begin inside a document also begin with the end-of-document id, as prompts do. Without it, a
+    """Whether rows that begin inside a document also start with the end-of-document id, as prompts do. Without it, a
     model of long documents takes every prompt for the beginning of one, such as a title page."""
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    """bf16 means autocast: parameters, states and state-space arithmetic stay fp32. fp8 is bf16 with the wide products
-    of GSS and feed-forward layers and the head's gradients in 8 bits, on GPUs that have them. auto: bf16 on a GPU, else
-    fp32."""
+    """auto is bf16 on a GPU, else fp32. bf16 means autocast: parameters, states and state-space arithmetic stay fp32.
+    fp8 is bf16 with the wide products of GSS and feed-forward layers and the head's gradients in 8 bits, on GPUs that
+    support it."""
     device: str = "auto"
-    """cpu, cuda, or auto: a GPU where there is one."""
+    """cpu, cuda, or auto: a GPU if there is one."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model and its sequences are distributed over processes."""
     compile: bool = False
     """Compile every layer with torch.compile."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of keeping its activations."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Rates, decay, schedule."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -174,7 +175,7 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.late_length is not None and self.batching == "lanes":
-            raise ValueError("lanes keep their rows from step to step: leave late_length out, or use segments")
+            raise ValueError("late_length does not work with lanes, whose rows persist: use batching=segments")
         longest = ("length" if self.late_length is None else "late_length", self.longest)
         ranks = ("parallel.context", self.parallel.context)
         parts = {"late_length": ("length", self.length), "batch_tokens": longest, "micro_batch_tokens": longest}
@@ -182,19 +183,19 @@ class TrainConfig(Checked):
             value = getattr(self, name) or 0
             if value % size:
                 raise ValueError(
-                    f"{name} ({value}) must be a multiple of {unit} ({size}): {value // size * size or size} would do"
+                    f"{name} ({value}) must be a multiple of {unit} ({size}): try {value // size * size or size}"
                 )
         if self.piece_tokens is not None and self.batching == "packed":
-            raise ValueError("packed rows are read whole: leave piece_tokens out, or use another batching")
+            raise ValueError("piece_tokens does not work with packed rows: leave it out, or use another batching")
         state = self.tune == "state"
         if self.start is None and (state or self.lora is not None):
-            raise ValueError(f"{'tune=state' if state else 'lora'} needs trained weights to start from: give --from")
+            raise ValueError(f"{'tune=state' if state else 'lora'} needs trained weights to start from: add --from")
         if state and self.lora is not None:
-            raise ValueError("tune=state leaves the weights alone, and lora is there to change them: choose one")
+            raise ValueError("tune=state and lora cannot be combined: one freezes the weights, one trains them")
         if state and self.batching == "packed":
-            raise ValueError("packed rows are read from empty states, so tune=state needs segments or lanes")
+            raise ValueError("tune=state does not work with packed rows: use batching=segments or batching=lanes")
         if self.parallel.strategy == "fsdp2" and (state or self.lora is not None):
-            raise ValueError("what lora and tune=state learn is too small to be spread over processes: use ddp")
+            raise ValueError("lora and tune=state train too few parameters to shard: use parallel=ddp")
 
     @property
     def rows(self) -> int:
@@ -245,7 +246,7 @@ def resolve(
     if base is None:
         name = sets.pop("preset", None) or preset_name or values.get("preset")
         if not name:
-            raise ValueError("which model? give --preset NAME, or preset = NAME in the recipe (see gss presets)")
+            raise ValueError("no model given: add --preset NAME, or preset = NAME in the recipe (see gss presets)")
         model = preset(name)
         if vocab_size is not None:
             model = override(model, {"vocab_size": vocab_size})
@@ -254,8 +255,8 @@ def resolve(
     config = override(config, sets)
     if vocab_size is not None and config.model.vocab_size < vocab_size:
         raise ValueError(
-            f"the data's vocabulary has {vocab_size} ids, the model's only {config.model.vocab_size}: "
-            "leave model.vocab_size out to take the data's"
+            f"the data's vocabulary has {vocab_size} ids, but the model only {config.model.vocab_size}: "
+            "leave out model.vocab_size to use the data's"
         )
     return config
 

@@ -274,7 +274,9 @@ class _Run:
                     f"--set micro_batch_tokens={config.longest} one that takes less memory"
                 )
         if self.step:
-            done = ": nothing is left to do (--set steps=N --allow steps trains on)" if self.step >= config.steps else ""
+            done = (
+                ": nothing is left to do (--set steps=N --allow steps trains on)" if self.step >= config.steps else ""
+            )
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}{done}")
 
     def _log(self, show: bool) -> None:
