@@ -4,9 +4,10 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from experiments import quality
+from experiments import compare, quality
 from gss.data import load_tokenizer, prepare
 
 TINY = ("steps=2", "length=32", "batch_tokens=64", "compile=false", "optimizer.warmup_steps=1", "device=cpu")
@@ -36,14 +37,11 @@ def test_a_plan_is_run_kept_and_tabulated(tmp_path: Path, capsys: pytest.Capture
     assert f"small {systems[0]}: done" in printed  # the other two were there already
     assert printed.count(": done") == 1
     assert "3 of 3 runs are done" in printed
-    rows = [line for line in printed.splitlines() if line.startswith("| `")]
-    assert sorted(row.split("`")[1] for row in rows) == ["gss2-tiny", "gss2-tiny", "llama-tiny", "llama-tiny"]
-    assert all("| 2 |" in row and row.count("±") >= 2 for row in rows if "gss2" in row)  # over seeds, and paired
-    assert "4 documents" not in (page := quality.page(tmp_path))
-    assert "of 2 documents. a CPU, " in page
-    assert "a CPU, today, commit this." in page
+    rows = [line.split("|") for line in printed.splitlines() if line.startswith("| small ")]
+    assert sorted(row[2].strip() for row in rows) == ["gss2-tiny", "gss2-tiny", "llama-tiny", "llama-tiny"]
+    assert all(row[5].strip() == "2" and "±" in row[6] for row in rows if "gss2" in row[2])  # over seeds
     own = result["documents"]["512"]
-    halves = quality.half(own, "choose") + quality.half(own, "report")
+    halves = compare.half(own, "choose") + compare.half(own, "report")
     assert halves != own
     assert sorted(halves) == sorted(own)
 
@@ -76,9 +74,27 @@ def test_runs_are_compared_where_they_were_scored_on_the_same_tokens() -> None:
         {"documents": {"4096": [(nats + 1, count) for nats, count in run["documents"]["4096"]]}}
         for run in (first, second)
     ]
-    found = quality.paired([first, second], theirs, "choose", 4096)
+    found = compare.paired([first, second], theirs, "choose", 4096)
     assert found.documents == 2
     assert found.ratio == pytest.approx(math.exp(-4 / (10 + 9 + 4 + 4)))
-    assert quality.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
+    assert compare.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
     with pytest.raises(ValueError, match="no edition"):
-        quality.paired([first], theirs[1:], "choose", 4096)
+        compare.paired([first], theirs[1:], "choose", 4096)
+
+
+def test_a_paired_comparison_has_the_error_of_the_difference() -> None:
+    random = np.random.default_rng(0)
+    counts = random.integers(500, 5000, 60)
+    hardness = random.normal(3.5, 0.5, 60)  # of a document, for both systems
+    gain = random.normal(0.02, 0.01, 60)
+    ours = [(float(c * (h - g)), int(c)) for c, h, g in zip(counts, hardness, gain, strict=True)]
+    theirs = [(float(c * h), int(c)) for c, h in zip(counts, hardness, strict=True)]
+    found = compare.paired_ratio(ours, theirs)
+    expected = math.exp(-float((counts * gain).sum()) / counts.sum())
+    assert found.ratio == pytest.approx(expected)
+    assert 0.5 * 0.01 / math.sqrt(60) < found.standard_error < 2.5 * 0.01 / math.sqrt(60)
+    assert found.ratio < 1 - 5 * found.standard_error
+    assert compare.paired_ratio(theirs, theirs).ratio == 1
+    assert math.isnan(compare.paired_ratio(ours[:1], theirs[:1]).standard_error)
+    with pytest.raises(ValueError, match="not scored on the same tokens"):
+        compare.paired_ratio(ours, theirs[1:])
