@@ -31,7 +31,7 @@ def test_a_ratio_over_one_is_better_whatever_the_unit() -> None:
 
 
 def test_the_document_is_json_with_a_header() -> None:
-    found = document([Measurement("a", math.nan, "ms")], torch.device("cpu"), {"copy": 1.0}, commit="abc")
+    found = document([Measurement("a", math.nan, "ms")], {"copy": 1.0}, commit="abc")
     again = json.loads(json.dumps(found, allow_nan=False))
     assert list(again) == ["command", "commit", "hardware", "versions", "date", "ceilings", "rows"]
     assert again["commit"] == "abc"
