@@ -164,14 +164,28 @@ def _code(parts: Sequence[str]) -> str:
 
 
 def sources(folder: Path = RESULTS) -> str:
-    """How much was scored, and where the runs were made."""
+    """How much was scored, and on what runs were made."""
     lines = []
     for corpus, runs in corpora(folder).items():
         counts = [count for _, count in next(iter(runs[0]["documents"].values()))[1::2]]
-        where = sorted({(run["date"], run["commit"], run["hardware"].partition(",")[0]) for run in runs})
-        made = "; ".join(f"{date}, commit {commit}, {hardware}" for date, commit, hardware in where)
-        lines.append(f"- {corpus}: scored on {sum(counts):,} tokens of {len(counts)} documents. {made}.")
+        hardware = ", ".join(sorted({run["hardware"].partition(",")[0] for run in runs}))
+        lines.append(f"- {corpus}: {sum(counts):,} tokens of {len(counts)} documents; {hardware}.")
     return "\n".join(lines)
+
+
+def every(folder: Path = RESULTS) -> str:
+    """A row for each run; `stream` is the loss of documents one after another, in windows of so many tokens."""
+    windows = ("65536", "1048576")
+    header = ["corpus", "model", "settings", "seed", *LENGTH_NAMES.values(), "training loss"]
+    header += [*(f"stream, {int(window):,}" for window in windows), "commit", "date"]
+    rows = []
+    for corpus, runs in corpora(folder).items():
+        for run in (run for group in grouped(runs) for run in group):
+            cells = [corpus, model(run), ", ".join(settings(run)) or NONE, str(run["settings"].get("seed", 0))]
+            cells += [mean([perplexity(run, "report", length)]) for length in LENGTH_NAMES]
+            losses = (run["train"][-1], *(run.get("stream", {}).get(window) for window in windows))
+            rows.append([*cells, *(mean([loss], 3) for loss in losses), run["commit"], run["date"]])
+    return markdown(header, rows, _TEXT | {"commit"}) if rows else "Not run yet."
 
 
 def to_come(lines: Sequence[tuple[str, str]], folder: Path = RESULTS) -> str:
@@ -230,7 +244,7 @@ def context(entries: Sequence[tuple[str, Run]], full: bool = False) -> str:
     for corpus, run in entries:
         found, far = run["context"], reach(run)
         cells = [corpus, model(run), ", ".join(settings(run)) or NONE]
-        worse = [f"{math.expm1(excess):.1%}" for excess in found["excess"]]
+        worse = [f"{math.expm1(excess):.1%}".replace("-0.0%", "0.0%").replace("-", "−") for excess in found["excess"]]
         if full:
             low, high = found["interval"]
             effective = NONE if found["effective"] is None else f"{found['effective']:,}"

@@ -29,6 +29,7 @@ def parts(results: Path = paper_recipe.RESULTS, best: Path = best_recipe.RESULTS
         "best-recipe": lambda: best_recipe.table(best_recipe.corpora(best), best=True),
         "all-settings": lambda: best_recipe.table(best_recipe.corpora(best)),
         "legend": lambda: best_recipe.legend(best),
+        "best-every": lambda: best_recipe.every(best),
         "best-sources": lambda: best_recipe.sources(best),
         "to-come": lambda: best_recipe.to_come([line[:2] for line in quality.parsed(plan)], best),
         "context": lambda: best_recipe.context(best_recipe.shown(best)),

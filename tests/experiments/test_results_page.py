@@ -22,7 +22,7 @@ def best_run(system: str, nats: float, parameters: int = 45_000_000, **more: Any
     """A made-up result of `experiments.quality`: four documents, of which the second and fourth are reported."""
     settings = dict(change.split("=", 1) for change in system.split("+")[1:])
     documents = {"512": [(nats * 100, 100)] * 4, "4096": [(nats * 90, 100)] * 4}
-    about = {"hardware": "a GPU", "date": "today", "commit": "abc1234", "tokens": 104_857_600}
+    about = {"hardware": "a GPU", "date": "today", "commit": "abc1234", "tokens": 104_857_600, "train": [9.0, 3.3]}
     return {"system": system, "settings": settings, "parameters": parameters, "documents": documents, **about, **more}
 
 
@@ -94,7 +94,9 @@ def test_the_best_recipe_has_the_best_settings_of_each_model(tmp_path: Path) -> 
     assert everything[-2][9] == "–"  # of the short run: no Llama had so few tokens
     assert "GSS2, no attention" in best_recipe.summary(tmp_path)
     assert "`pattern=gss2`" in best_recipe.legend(tmp_path)
-    assert "scored on 200 tokens of 2 documents. today, commit abc1234, a GPU." in best_recipe.sources(tmp_path)
+    assert "books: 200 tokens of 2 documents; a GPU." in best_recipe.sources(tmp_path)
+    (alone,) = [row for row in cells(best_recipe.every(tmp_path)) if row[0] == "code"]
+    assert alone[4:] == ["2.72", "2.46", "–", "–", "3.300", "–", "–", "abc1234", "today"]
 
 
 def test_models_are_compared_with_what_was_done_to_both(tmp_path: Path) -> None:
