@@ -21,7 +21,7 @@ def cells(table: str) -> list[list[str]]:
 def best_run(system: str, nats: float, parameters: int = 45_000_000, **more: Any) -> dict[str, Any]:
     """A made-up result of `experiments.quality`: four documents, of which the second and fourth are reported."""
     settings = dict(change.split("=", 1) for change in system.split("+")[1:])
-    documents = {"512": [(nats * 100, 100)] * 4, "4096": [(nats * 90, 100)] * 4}
+    documents = {"512": [(500.0, 100), (nats * 100, 100)] * 2, "4096": [(nats, 100), (nats * 90, 100)] * 2}
     about = {"hardware": "a GPU", "date": "today", "commit": "abc1234", "tokens": 104_857_600, "train": [9.0, 3.3]}
     return {"system": system, "settings": settings, "parameters": parameters, "documents": documents, **about, **more}
 
@@ -48,7 +48,7 @@ def test_settings_have_short_names_and_others_stand_as_they_are() -> None:
     ]  # fmt: skip
     assert named("gss2-small+late_length=16384") == ["16k in the last tenth"]
     assert named("gss2-small+late_length=16384+model.attention.sliding=16384") == ["16k in the last tenth"]
-    assert named("gss2-small+model.width=8") == ["`width=8`"]
+    assert named("gss2-small+model.width=8+length=16384") == ["`width=8`", "`length=16384`"]
     for name in best_recipe.NAMES:
         assert name.removesuffix(", unbounded") in best_recipe.MEANINGS
 
@@ -102,11 +102,12 @@ def test_the_best_recipe_has_the_best_settings_of_each_model(tmp_path: Path) -> 
 def test_models_are_compared_with_what_was_done_to_both(tmp_path: Path) -> None:
     decay = "optimizer.weight_decay=1.0"
     runs = [best_run(LLAMA, 4.0), best_run("gss2-small", 4.2)]
-    runs += [best_run(f"{LLAMA}+{decay}", 3.0), best_run(f"gss2-small+{decay}", 3.1)]
+    runs += [best_run(f"{LLAMA}+{decay}", 3.0), best_run(f"gss2-small+{decay}", 3.1), best_run("mamba2", 2.5)]
     (tmp_path / "math.json").write_text(json.dumps(runs))
     assert cells(best_recipe.summary(tmp_path)) == [
         ["GSS2, decay 1.0 in both", f"{math.exp(0.9 * 0.1):.3f} ± 0.000"],
         ["GSS2", f"{math.exp(0.9 * 0.2):.3f} ± 0.000"],
+        ["Mamba-2", f"{math.exp(0.9 * -0.5):.3f} ± 0.000"],
     ]
 
 
