@@ -155,11 +155,11 @@ def unstoppable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shared_gpu(work: Path) -> Iterator[bool]:
-    """NVIDIA's MPS while entered, so that kernels of several processes run at once; False where it is not there."""
+def shared_gpu(work: Path) -> Iterator[None]:
+    """NVIDIA's MPS while entered, where it is there, so that kernels of several processes run at once."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
-        yield False
+        yield
         return
     folders = {"CUDA_MPS_PIPE_DIRECTORY": work / "mps", "CUDA_MPS_LOG_DIRECTORY": work / "mps-log"}
     for name, folder in folders.items():
@@ -167,11 +167,10 @@ def shared_gpu(work: Path) -> Iterator[bool]:
         os.environ[name] = str(folder)
     nowhere = subprocess.DEVNULL
     start = subprocess.run([control, "-d"], check=False, stdin=nowhere, stdout=nowhere, stderr=nowhere)
-    running = start.returncode == 0
     try:
-        yield running
+        yield
     finally:
-        if running:
+        if start.returncode == 0:
             subprocess.run([control], input=b"quit\n", check=False, capture_output=True)
         for name in folders:
             del os.environ[name]
