@@ -1,16 +1,18 @@
-"""Our own studies and the pages they make: run from the root of a checkout as `python -m experiments.NAME`.
+"""Our studies and measurements, and the pages they make: in the root of a checkout, `python -m experiments.NAME`.
 
-results_page         tables, answers and figures of docs/results.md and README.md, from benchmarks/results/reproduce
-study, side_by_side  one study's runs within a given time, and their results; many on one GPU (tables.plan lists all)
-beside, h200         ours beside other libraries (foreign, pypi_gss) on any machine; the whole speed table on one GPU
-layer, data_speed    one GSS layer forward and backward; tokenizing, batching; memory has peaks, in a process each
-kernels, same_loss, serve_throughput, cpu_training     what docs/performance.md and serving.md state
-quality              models of one size on the same tokens beside a Llama (quality.plan lists them; fla_layers: peers)
-millions             one exact optimizer step on a sequence of millions of tokens
-gss2_on_gpu, decode_on_gpu     GSS2's kernels, and what `gss generate` gives, on a GPU; beside_llama: decoding on a CPU
-scaling              what many GPUs would do, simulated; scaling_check holds that against two processes
-box                  the model in the box: trained, rounded, scored, with its card
-tabulate, compare    helpers: result files as tables; perplexities of two systems compared document by document
+quality, recall      models of one size on the same tokens (quality.plan lists the runs, fla_layers has other libraries'
+                     layers); small models on generated tasks
+results_page         fills docs/results.md, docs/results-all-runs.md and README.md from benchmarks/results: best_recipe
+                     has the tables of `quality`, paper_recipe those of `gss reproduce`, plots the figures, compare the
+                     statistics; page replaces what is between markers
+api_page, scaling    docs/api.md; docs/scaling.md, what many GPUs would do (scaling_check: beside two processes)
+h200, beside         the whole speed table on one GPU; one speed beside other libraries (foreign, pypi_gss, layer)
+kernels, gss2_on_gpu, fp8_on_gpu     the kernels of training: errors, times, settings, whole steps
+decode_on_gpu, serve_throughput      what `gss generate`, `gss.decode.stream` and `gss serve` give
+beside_llama, beside_commit          decoding on a CPU beside llama.cpp; training on a GPU beside another commit
+millions, same_loss, data_speed      steps on millions of tokens; losses with and without kernels; tokenizing, batching
+box                  the model in the box: trained, rounded, scored (box_texts, box_export, box_card)
+measurements, ceilings, memory, parts    helpers: rows and their header, the machine's rates, peak memory, guarded parts
 
 None of it is in the wheel.
 """

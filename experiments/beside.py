@@ -17,7 +17,7 @@ import torch
 from experiments.ceilings import measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
 from experiments.layer import bench_layer
-from experiments.measurements import Measurement, document, measurements, reason, table
+from experiments.measurements import Measurement, attempted, document, measurements, table
 from experiments.pypi_gss import pypi_part
 from gss.bench.check import Figure
 from gss.bench.models import bench_decode, bench_prefill, bench_train
@@ -29,11 +29,7 @@ def beside(
     ours: list[Measurement], name: str, what: str, where: str, measure: Callable[[], float]
 ) -> list[Measurement]:
     """A peer's speed as a row, set beside ours of the same shape."""
-    title = f"{what} {name}, {where}"
-    try:
-        theirs = Measurement(title, measure(), "tokens/s")
-    except Exception as error:
-        return [Measurement(title, None, "tokens/s", note=reason(error))]
+    theirs = attempted(f"{what} {name}, {where}", measure)
     same = next(row for row in ours if row.name.startswith(f"{what} ") and row.name.endswith(f", {where}"))
     return [theirs.beside(same.name.removeprefix(f"{what} ").partition(",")[0], same.value)]
 
@@ -85,7 +81,7 @@ def main() -> None:
     device = pick_device("auto")
     ceilings = measure_ceilings(device).as_dict()
     rows = measured(arguments, device)
-    found = document(rows, device, ceilings)
+    found = document(rows, ceilings)
     print(json.dumps(found, indent=1, ensure_ascii=False) if arguments.json else table(rows))
 
 

@@ -1,23 +1,58 @@
-"""The best-recipe tables of docs/results.md and README.md, from results of `experiments.quality`.
+"""Tables of runs of `experiments.quality`: every model with its best settings, everything that was tried, context.
 
-Settings are chosen on one half of the held-out documents and reported on the other, as in `quality`.
+A run is named by its model and by what sets it apart from that model's usual settings; `legend` says what the names of
+settings mean. A setting that has no name here stands in the tables as it is.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from experiments import quality
-from experiments.tables import markdown
+from experiments.compare import Run, grouped, paired, perplexity
 from gss.reproduce.settings import SYSTEMS
-from gss.reproduce.tables import LENGTH_NAMES, NONE, mean, millions
+from gss.reproduce.tables import LENGTH_NAMES, NONE, markdown, mean, millions
 
-Run = dict[str, Any]
-_LABELS = {"llama": "Llama", "gss2": "GSS2", "mamba2": "Mamba-2", "gated-deltanet": "Gated DeltaNet"}
-_PAIRED_AT = 4096
-_EQUAL_TIME = "steps=943"  # of GSS2 take as long as Llama's 800: 116.0 and 136.8 ms (gss2-h200.json)
-_SAME_SIZE = 0.1  # models are compared when their numbers of parameters differ by no more than this share
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
+LABELS = {name: system.label for name, system in SYSTEMS.items()}
+LABELS |= {"llama": "Llama", "gss2": "GSS2", "mamba2": "Mamba-2", "gated-deltanet": "Gated DeltaNet"}
+_START = ("embedding_std=0.02", "head_scale=1.0", "zero_outputs=true")
+USUAL = {"llama": _START[2:], "gss": _START, "gss-hybrid": _START, "dss": _START}
+"""What all runs of a model have that is not in its preset."""
+NAMES = {
+    "no attention": ("pattern=gss2",),
+    "low frequencies": ("state_space.frequency_range=[1e-6,1.0]",),
+    "64 modes": ("state_space.modes=64", "feedforward_width=1232"),
+    "slow decays": ("state_space.decay_range=[3e-5,0.1]",),
+    "window 512": ("attention.sliding=512",),
+    "rows of 16k": ("length=16384", "attention.sliding=16384"),
+    "16k in the last tenth": ("late_length=16384", "attention.sliding=16384"),
+    "16k in the last tenth, unbounded": ("late_length=16384",),
+    "8k in the last quarter": ("late_length=8192", "late_share=0.25", "attention.sliding=8192"),
+    "decay 1.0": ("optimizer.weight_decay=1.0",),
+    "dropout": ("dropout=0.15",),
+    "Llama's time": ("steps=943",),
+    "200 steps": ("steps=200", "optimizer.warmup_steps=25"),
+}
+"""What sets of settings are called; the first that fits is taken out first."""
+MEANINGS = {
+    "no attention": "state spaces in every layer",
+    "low frequencies": "half of the modes hardly turn within their lifetime",
+    "64 modes": "instead of 32 per head, at equal parameters",
+    "slow decays": "time constants of 10 to 33,000 tokens",
+    "window 512": "instead of 4,096",
+    "rows of 16k": "rows and window of 16,384 tokens from the start",
+    "16k in the last tenth": "rows (and window) of 16,384 tokens in the last tenth of the steps",
+    "8k in the last quarter": "rows and window of 8,192 tokens in the last quarter of the steps",
+    "decay 1.0": "instead of 0.1",
+    "dropout": "of what layers add",
+    "Llama's time": "so many steps take as long as Llama's 800",
+    "200 steps": "a quarter of the usual steps, to compare rates",
+}
+_OWN_ROW = ("no attention", "Llama's time")
+"""A model of its own in the table of the best."""
+_RATE, _AT, _SAME_SIZE = "6.4e-3", 4096, 0.1
+_TEXT = frozenset({"settings", "what it is", "name"})
 
 
 def corpora(folder: Path) -> dict[str, list[Run]]:
@@ -26,81 +61,199 @@ def corpora(folder: Path) -> dict[str, list[Run]]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def best(folder: Path = quality.RESULTS) -> str:
-    """A row per corpus and model, with the settings that were best on the documents to choose by."""
-    header = ["corpus", "model", "params", "tokens", "seeds", *LENGTH_NAMES.values(), "÷ Llama at 4k", "settings"]
+def model(run: Run) -> str:
+    """The model by its name in tables."""
+    name = run["system"].partition("+")[0].removesuffix("-small")
+    return LABELS.get(name, name)
+
+
+def settings(run: Run) -> list[str]:
+    """What sets a run apart from others of its model, but for its seed; names where there are any."""
+    name, *parts = run["system"].split("+")
+    left = [part.removeprefix("model.") for part in parts if not part.startswith("seed=")]
+    usual = USUAL.get(name.removesuffix("-small"), ())
+    found = [f"without `{part}`" for part in usual if part not in left]
+    left = [part for part in left if part not in (*usual, f"optimizer.learning_rate={_RATE}")]
+    for given, parts in NAMES.items():
+        if set(parts) <= set(left):
+            found.append(given.removesuffix(", unbounded"))
+            left = [part for part in left if part not in parts]
+    rates = [part.replace("optimizer.learning_rate=", "rate ") for part in left]
+    return [*found, *(part if part.startswith("rate ") else f"`{part}`" for part in rates)]
+
+
+def table(results: Mapping[str, Sequence[Run]], which: str = "report", best: bool = False) -> str:
+    """A row for the seeds of every group of settings, or of each model's best alone; scores of one half."""
+    header = ["corpus", "model", "settings", "params", "seeds", *LENGTH_NAMES.values(), "÷ Llama at 4k"]
+    rows = []
+    for corpus, runs in results.items():
+        groups = grouped(runs)
+        for group in bests(groups) if best else groups:
+            own, size = ", ".join(settings(group[0])) or NONE, millions(group[0]["parameters"])
+            cells = [mean([perplexity(run, which, length) for run in group]) for length in LENGTH_NAMES]
+            rows.append([corpus, model(group[0]), own, size, str(len(group)), *cells, ratio(group, groups, which)])
+    return markdown(header, rows, _TEXT) if rows else "Not run yet."
+
+
+def bests(groups: Sequence[list[Run]]) -> list[list[Run]]:
+    """Of groups from best to worst, the best of each model; those of some settings are a model of their own."""
+    found: dict[tuple[object, ...], list[Run]] = {}
+    for group in groups:
+        own = settings(group[0])
+        kind = (model(group[0]), group[0]["parameters"] // 10_000_000, *(name for name in _OWN_ROW if name in own))
+        if "200 steps" not in own:
+            found.setdefault(kind, group)
+    return list(found.values())
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """Perplexity over Llama's at 4k by corpus: where both have the same settings, then every model's best otherwise."""
+    found = corpora(folder)
+    alike: dict[str, dict[str, str]] = {}
+    best: dict[str, dict[str, str]] = {}
+    for corpus, runs in found.items():
+        groups = grouped(runs)
+        llamas = {tuple(settings(group[0])): group for group in groups if model(group[0]) == "Llama"}
+        for group in groups:
+            own = settings(group[0])
+            same = llamas.get(tuple(own)) if model(group[0]) == "GSS2" else None
+            other = same or (beside(group, groups) if group in bests(groups) else None)
+            if other and other is not group:
+                row = name(group[0]) + (" in both" if same and own else "")
+                seeds = f" ({len(group)} seeds)" if len(group) > 1 else ""
+                (alike if same else best).setdefault(row, {})[corpus] = f"{paired(group, other, 'report', _AT)}{seeds}"
+    rows = [[row, *(by.get(corpus, NONE) for corpus in found)] for row, by in (alike | best).items()]
+    title = "best recipe, ÷ Llama"
+    return markdown([title, *found], rows, frozenset({title})) if rows else "Not run yet."
+
+
+def ratio(group: Sequence[Run], groups: Sequence[Sequence[Run]], which: str = "report") -> str:
+    """Perplexity over that of the best Llama of the same size and tokens, or time; NONE without one."""
+    llama = beside(group, groups)
+    if llama is None:
+        return NONE
+    return "1" if llama is group else str(paired(group, llama, which, _AT))
+
+
+def beside(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> Sequence[Run] | None:
+    """The best Llama that a group of runs may be compared with."""
+    size, seen, timed = group[0]["parameters"], group[0]["tokens"], "Llama's time" in settings(group[0])
+    for other in groups:
+        near = abs(other[0]["parameters"] / size - 1) <= _SAME_SIZE and (timed or other[0]["tokens"] == seen)
+        scored = all(str(_AT) in run["documents"] for run in (*group, *other))
+        if model(other[0]) == "Llama" and near and scored:
+            return other
+    return None
+
+
+def legend(folder: Path = RESULTS) -> str:
+    """What the names of models and of settings mean."""
+    runs = [run for each in corpora(folder).values() for run in each]
+    used = dict.fromkeys(name for run in runs for name in settings(run) if name in NAMES)
+    rows = [
+        [f"every {LABELS[name]}", _code(parts), NONE]
+        for name, parts in USUAL.items()
+        if LABELS[name] in map(model, runs)
+    ]
+    rows += [[name, _code(NAMES[name]), MEANINGS[name]] for name in NAMES if name in used]
+    return markdown(["name", "settings", "what it is"], rows, _TEXT)
+
+
+def _code(parts: Sequence[str]) -> str:
+    return ", ".join(f"`{part}`" for part in parts)
+
+
+def sources(folder: Path = RESULTS) -> str:
+    """How much was scored, and on what runs were made."""
+    lines = []
+    for corpus, runs in corpora(folder).items():
+        counts = [count for _, count in next(iter(runs[0]["documents"].values()))[1::2]]
+        hardware = ", ".join(sorted({run["hardware"].partition(",")[0] for run in runs}))
+        lines.append(f"- {corpus}: {sum(counts):,} tokens of {len(counts)} documents; {hardware}.")
+    return "\n".join(lines)
+
+
+def every(folder: Path = RESULTS) -> str:
+    """A row for each run; `stream` is the loss of documents one after another, in windows of so many tokens."""
+    windows = ("65536", "1048576")
+    header = ["corpus", "model", "settings", "seed", *LENGTH_NAMES.values(), "training loss"]
+    header += [*(f"stream, {int(window):,}" for window in windows), "commit", "date"]
     rows = []
     for corpus, runs in corpora(folder).items():
-        models = list(_models(runs))
-        for group in models:
-            settings = group[0]["settings"]
-            own = [f"rate {settings['optimizer.learning_rate']}", *(f"`{change}`" for change in changes(group[0]))]
-            size, seen = millions(group[0]["parameters"]), f"{group[0]['tokens'] / 1e6:,.0f}M"
-            cells = [corpus, label(group[0]), size, seen, str(len(group)), *_perplexities(group)]
-            rows.append([*cells, _ratio(group, models), ", ".join(own)])
-    return markdown(header, rows) if rows else "Not run yet."
+        for run in (run for group in grouped(runs) for run in group):
+            cells = [corpus, model(run), ", ".join(settings(run)) or NONE, str(run["settings"].get("seed", 0))]
+            cells += [mean([perplexity(run, "report", length)]) for length in LENGTH_NAMES]
+            losses = (run["train"][-1], *(run.get("stream", {}).get(window) for window in windows))
+            rows.append([*cells, *(mean([loss], 3) for loss in losses), run["commit"], run["date"]])
+    return markdown(header, rows, _TEXT | {"commit"}) if rows else "Not run yet."
 
 
-def headline(folder: Path = quality.RESULTS) -> str:
-    """The shortest table: the first corpus alone, without settings."""
-    header = ["model", "params", "seeds", *LENGTH_NAMES.values(), "÷ Llama at 4k"]
-    models = list(_models(next(iter(corpora(folder).values()), [])))
-    most = max((group[0]["tokens"] for group in models), default=0)
-    models = [group for group in models if 2 * group[0]["tokens"] > most]  # no short trials of rates
-    rows = [
-        [
-            label(run := group[0]),
-            millions(run["parameters"]),
-            str(len(group)),
-            *_perplexities(group),
-            _ratio(group, models),
-        ]
-        for group in models
-    ]
-    return markdown(header, rows) if rows else "Not run yet."
+def to_come(lines: Sequence[tuple[str, str]], folder: Path = RESULTS) -> str:
+    """Runs (corpus, system) that are planned and have no result."""
+    kept = {(corpus, run["system"]) for corpus, runs in corpora(folder).items() for run in runs}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for corpus, system in lines:
+        if (corpus, system) not in kept:
+            run, seed = {"system": system}, [part[5:] for part in system.split("+") if part.startswith("seed=")]
+            rows.setdefault((corpus, model(run), ", ".join(settings(run)) or NONE), []).extend(seed or ["0"])
+    cells = [[*row, ", ".join(seeds)] for row, seeds in rows.items()]
+    return markdown(["corpus", "model", "settings", "seed"], cells, _TEXT) if cells else "None."
 
 
-def label(run: Run) -> str:
-    """A model by the name that tables have for it."""
-    name, *parts = run["system"].split("+")
-    name = name.removesuffix("-small")
-    shown = SYSTEMS[name].label if name in SYSTEMS else _LABELS.get(name, name)
-    patterns = [part.split("=")[1] for part in parts if part.startswith("model.pattern=")]
-    notes = [f"{patterns[0]} layers only"] if patterns else []
-    notes += ["Llama's training time"] if _EQUAL_TIME in parts else []
-    return f"{shown} ({', '.join(notes)})" if notes else shown
+# How far back: `context` of a probed run has the loss of 512 tokens of each document by how many true tokens came
+# before them, `distances`; those before come from another document. `excess` is how much more it is than with the most.
 
 
-def _models(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """The seeds of each model's best settings; a model of another pattern or number of tokens is one of its own."""
-    seen = set()
-    for group in quality.grouped(runs):  # best first
-        key = (label(group[0]), group[0]["parameters"] // 10_000_000, group[0]["tokens"])
-        if key not in seen:
-            seen.add(key)
-            yield group
+def probed(folder: Path = RESULTS) -> Iterator[tuple[str, Run]]:
+    """The runs that were probed, with their corpora; those of the best settings first."""
+    for corpus, runs in corpora(folder).items():
+        yield from ((corpus, run) for group in grouped(runs) for run in group if "context" in run)
 
 
-def changes(run: Run) -> list[str]:
-    """A system's settings besides its rate, its seed and what its label says."""
-    other = ("optimizer.learning_rate=", "seed=", "model.pattern=", _EQUAL_TIME)
-    parts = run["system"].split("+")[1:]
-    return [part.removeprefix("model.") for part in parts if not part.startswith(other)]
+def shown(folder: Path = RESULTS) -> list[tuple[str, Run]]:
+    """Of each model, its best probed run and the one that looks farthest back."""
+    kinds: dict[tuple[str, ...], list[tuple[str, Run]]] = {}
+    for corpus, run in probed(folder):
+        kind = [name for name in settings(run) if name == "no attention"]
+        kinds.setdefault((corpus, model(run), *kind), []).append((corpus, run))
+    pairs = [(runs[0], max(runs, key=lambda entry: reach(entry[1]) or 0)) for runs in kinds.values()]
+    return [entry for first, farthest in pairs for entry in ([first] if first is farthest else [first, farthest])]
 
 
-def _perplexities(group: Sequence[Run]) -> list[str]:
-    return [mean([quality.perplexity(run, "report", length) for run in group]) for length in LENGTH_NAMES]
+def reach(run: Run) -> int | None:
+    """The effective context; None where the most context is no better than the least, within three standard errors."""
+    found = run["context"]
+    return found["effective"] if found["excess"][0] > 3 * found["excess_error"][0] else None
 
 
-def _ratio(group: Sequence[Run], models: Sequence[Sequence[Run]]) -> str:
-    """Perplexity over that of the Llama of the same size and tokens, or time, paired by document; NONE without one."""
-    size, seen, timed = group[0]["parameters"], group[0]["tokens"], _EQUAL_TIME in group[0]["system"]
-    for other in models:
-        near = abs(other[0]["parameters"] / size - 1) <= _SAME_SIZE and (timed or other[0]["tokens"] == seen)
-        scored = all(str(_PAIRED_AT) in run["documents"] for run in (*group, *other))
-        if other[0]["system"].startswith("llama") and near and scored:
-            if other is group:
-                return "1"
-            found = quality.paired(group, other, "report", _PAIRED_AT)
-            return f"{found.ratio:.3f} ± {found.standard_error:.3f}"
-    return NONE
+def name(run: Run) -> str:
+    """Model and settings."""
+    return ", ".join([model(run), *settings(run)])
+
+
+def tokens(count: int) -> str:
+    """A number of tokens in short: 512, 4k, 64k."""
+    return f"{count // 1024}k" if count % 1024 == 0 else f"{count:,}"
+
+
+def context(entries: Sequence[tuple[str, Run]], full: bool = False) -> str:
+    """How far back each run looks, and how much worse it is with 512 tokens; `full`: with every number of tokens."""
+    header = ["corpus", "model", "settings", "looks back", "worse with 512 tokens"]
+    header = [*header[:3], "seed", "effective", "95% interval", *map(tokens, _distances(entries))] if full else header
+    rows = []
+    for corpus, run in entries:
+        found, far = run["context"], reach(run)
+        cells = [corpus, model(run), ", ".join(settings(run)) or NONE]
+        worse = [f"{math.expm1(excess):.1%}".replace("-0.0%", "0.0%").replace("-", "−") for excess in found["excess"]]
+        if full:
+            low, high = found["interval"]
+            effective = NONE if found["effective"] is None else f"{found['effective']:,}"
+            cells += [str(run["settings"].get("seed", 0)), effective, f"{low:,} to {high:,}"]
+        else:
+            cells.append("nothing measurable" if far is None else f"{far:,} tokens")
+        rows.append([*cells, *(worse[:-1] if full else worse[:1])])
+    return markdown(header, rows, _TEXT) if rows else "Not run yet."
+
+
+def _distances(entries: Sequence[tuple[str, Run]]) -> list[int]:
+    return entries[0][1]["context"]["distances"][:-1] if entries else []

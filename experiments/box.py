@@ -21,10 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -35,8 +32,9 @@ import torch
 
 import gss
 from experiments.box_export import folder_size, write_box, write_card
-from experiments.box_texts import PROMPT, TOKENS, line_breaks, samples, unwrap_books
+from experiments.box_texts import PROMPT, TOKENS, line_breaks, samples, unpack, unwrap_books
 from gss.accounting import account
+from gss.bench.machine import source_commit
 from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.tokenizer_training import train_tokenizer
 from gss.evaluation import PAPER_LENGTHS, evaluate
@@ -45,7 +43,6 @@ from gss.lm import load
 from gss.recipes import recipe_path
 from gss.serve.about import time_constants
 
-ROOT = Path(__file__).parents[1]
 CONFIG = recipe_path("box")
 PIECES, SAMPLE_BYTES = 8192, 30_000_000
 TEMPERATURE = 0.8  # what `gss generate` samples with
@@ -56,7 +53,7 @@ AFTER_TRAINING = 100.0
 SAVING = 20.0
 # The share of the measured speed that is counted on, as evaluations, samples and checkpoints take time too.
 CAUTION = 0.93
-TRIAL_DOCUMENTS, TRIAL_STEPS = 6, 12
+TRIAL_STEPS = 12
 TRIAL = [
     "model.width=64",
     "model.depth=3",
@@ -88,44 +85,6 @@ class Clock:
 
     def say(self, what: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s] {what}", flush=True)
-
-
-def unpack(books: Path | None, target: Path, trial: bool) -> Path:
-    """Text in TARGET/train and TARGET/valid; only a few documents of each in a trial."""
-    if books is not None and (books / "train").is_dir():
-        return books
-    if (target / "complete").exists():
-        return target
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    if books is None:
-        documents = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-        for number, path in enumerate(documents):
-            split = target / ("valid" if number % 4 == 0 else "train")
-            split.mkdir(exist_ok=True)
-            shutil.copyfile(path, split / f"{path.stem}.txt")
-    else:
-        archives = [*sorted(books.glob("books-train-*.tar.xz")), books / "books-valid.tar.xz"]
-        if len(archives) < 2 or not archives[-1].is_file():
-            raise ValueError(f"{books} holds no books-train-*.tar.xz and books-valid.tar.xz")
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda archive: _unpack_one(archive, target, trial), archives))
-    (target / "complete").touch()
-    return target
-
-
-def _unpack_one(path: Path, target: Path, trial: bool) -> None:
-    def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-        taken = 0
-        for member in archive:
-            if member.isfile() and member.name.endswith(".txt"):
-                yield member
-                taken += 1
-                if trial and taken == TRIAL_DOCUMENTS:
-                    return
-
-    with tarfile.open(path) as archive:
-        archive.extractall(target, members=members(archive), filter="data")
 
 
 def corpus(arguments: argparse.Namespace, clock: Clock) -> Path:
@@ -312,13 +271,8 @@ def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], mi
         "hardware": torch.cuda.get_device_name() if on_gpu else f"a CPU ({platform.machine()})",
         "versions": f"gss {gss.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": arguments.commit or _commit(),
+        "commit": arguments.commit or source_commit() or "not recorded",
     }
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "not recorded"
 
 
 def main() -> None:

@@ -6,8 +6,11 @@ lines is lost after one that is longer, so some books are read a second time wit
 
 import math
 import re
+import shutil
+import tarfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,48 @@ PROMPTS = (
     "London, in those days,",
     "I was born in",
 )
+ROOT = Path(__file__).parents[1]
+TRIAL_DOCUMENTS = 6
 COOL, TOKENS = 0.6, 150
 """How the texts that are looked through for blank lines and loops are sampled."""
+
+
+def unpack(books: Path | None, target: Path, trial: bool) -> Path:
+    """Text in TARGET/train and TARGET/valid; only a few documents of each in a trial."""
+    if books is not None and (books / "train").is_dir():
+        return books
+    if (target / "complete").exists():
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    if books is None:
+        documents = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+        for number, path in enumerate(documents):
+            split = target / ("valid" if number % 4 == 0 else "train")
+            split.mkdir(exist_ok=True)
+            shutil.copyfile(path, split / f"{path.stem}.txt")
+    else:
+        archives = [*sorted(books.glob("books-train-*.tar.xz")), books / "books-valid.tar.xz"]
+        if len(archives) < 2 or not archives[-1].is_file():
+            raise ValueError(f"{books} holds no books-train-*.tar.xz and books-valid.tar.xz")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda archive: _unpack_one(archive, target, trial), archives))
+    (target / "complete").touch()
+    return target
+
+
+def _unpack_one(path: Path, target: Path, trial: bool) -> None:
+    def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+        taken = 0
+        for member in archive:
+            if member.isfile() and member.name.endswith(".txt"):
+                yield member
+                taken += 1
+                if trial and taken == TRIAL_DOCUMENTS:
+                    return
+
+    with tarfile.open(path) as archive:
+        archive.extractall(target, members=members(archive), filter="data")
 
 
 def unwrap(text: str) -> str:

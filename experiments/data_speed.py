@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from experiments.measurements import Measurement, document, table
 from gss.bench.machine import median_seconds
 from gss.data import Batches, Lanes, Packed, Segments, Tokenizer, load_tokenizer, open_dataset, prepare
@@ -131,7 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = (options.megabytes, options.length, options.batch_size)
     rows = bench_data(options.tokenizer, *sizes, repeats=options.repeats, report=print)
-    found = document(rows, torch.device("cpu"))
+    found = document(rows)
     print(json.dumps(found, indent=1, ensure_ascii=False) if options.json else table(rows))
 
 

@@ -21,13 +21,11 @@ import json
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,8 @@ from typing import Any
 import torch
 
 import gss
+from experiments.measurements import header
+from experiments.parts import Parts
 from experiments.quality import RECIPE
 from experiments.serve_throughput import make_run, served, serving, spread
 from gss.bench.check import check_decoding
@@ -258,62 +258,31 @@ def after_code(data: Path, preset: str, steps: int, folder: Path, count: int, ti
     return {"trained": trained, **speculated(model, prompts, count)}
 
 
-class Parts:
-    """The parts of a run: what each has found, written to a file after each."""
-
-    def __init__(self, out: Path, seconds: float, facts: dict[str, Any]) -> None:
-        self._out, self._end, self.found = out, time.perf_counter() + seconds, facts
-        signal.signal(signal.SIGALRM, self._too_long)
-
-    @staticmethod
-    def _too_long(number: int, frame: object) -> None:
-        raise TimeoutError("the part took too long")
-
-    def run(self, name: str, work: Callable[[], dict[str, Any]], needs: float, most: float) -> None:
-        """Do a part that needs about so many seconds, and stop it after at most so many."""
-        begun = time.perf_counter()
-        left = self._end - begun
-        if left < needs:
-            self.found[name] = {"left out": f"{left:.0f} s are left, it needs {needs:.0f}"}
-        else:
-            signal.setitimer(signal.ITIMER_REAL, min(most, left))
-            try:
-                self.found[name] = work()
-            except Exception:
-                self.found[name] = {"error": traceback.format_exc()[-2000:]}
-                print(self.found[name]["error"], flush=True)
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            release(DEVICE)
-        print(f"{time.perf_counter() - begun:6.1f} s  {name}: {str(self.found[name])[:400]}", flush=True)
-        self._out.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def figure(self, *path: str) -> Any:
-        """One figure; None where its part has none."""
-        value: Any = self.found
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+def figure(found: Any, *path: str) -> Any:
+    """One figure of what was found; None where its part has none."""
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
-def goals(parts: Parts, rows: int) -> str:
+def goals(found: dict[str, Any], rows: int) -> str:
     """The figures that have goals, a line each."""
-    figure, sampled = parts.figure, f"0.8, top-p 0.95, {rows}"
-    bare, gaps = figure("stream", sampled, "tokens_per_s"), figure("serve", "between events") or {}
+    at = partial(figure, found)
+    bare, gaps = at("stream", f"0.8, top-p 0.95, {rows}", "tokens_per_s"), at("serve", "between events") or {}
 
     def share(name: str) -> float | None:
-        speed = figure("serve", name, "tokens_per_s")
+        speed = at("serve", name, "tokens_per_s")
         return speed / bare if speed and bare else None
 
     lines: list[tuple[str, float | None, float, str]] = [
-        ("generate, tokens/s after the first text", figure("generate, warm", "tokens_per_s"), 5000, "≥"),
-        ("generate, first text, warm, s", figure("generate, warm", "first_text_s"), 4, "≤"),
-        ("generate, first text, new machine, s", figure("generate, new machine", "first_text_s"), 20, "≤"),
+        ("generate, tokens/s after the first text", at("generate, warm", "tokens_per_s"), 5000, "≥"),
+        ("generate, first text, warm, s", at("generate, warm", "first_text_s"), 4, "≤"),
+        ("generate, first text, new machine, s", at("generate, new machine", "first_text_s"), 20, "≤"),
         (f"stream, {rows} prompts, tokens/s", bare, 120_000, "≥"),
         (f"serve, {rows} clients, share of stream", share("server"), 0.6, "≥"),
         (f"serve, {rows} clients, streaming, share of stream", share("server streaming"), 0.4, "≥"),
         ("serve, p99 ÷ median between events", gaps["p99_ms"] / gaps["median_ms"] if gaps else None, 5, "≤"),
-        *((f"{part}, greedy, ×", figure(part, "greedy", "ratio"), 1.5, "≥") for part in SPECULATION),
+        *((f"{part}, greedy, ×", at(part, "greedy", "ratio"), 1.5, "≥") for part in SPECULATION),
     ]  # fmt: skip
     shown = []
     for name, value, goal, kind in lines:
@@ -347,44 +316,50 @@ def main() -> None:
     parser.add_argument("--code", type=Path, help="a prepared corpus of code, with the splits train and valid")
     parser.add_argument("--trained", default="gss-small", help="the preset that is trained on it")
     parser.add_argument("--steps", type=int, default=200, help="for so many steps of 131,072 tokens")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that everything runs")
     options = parser.parse_args()
     rows, drafted, rounds, files = 64, 400, 2, (6, 5000, 5)
     if options.tiny:
         options.model, options.others, options.trained = "gss-tiny", ["gss2-tiny", "gss-hybrid-tiny"], "gss-tiny"
-        options.tokens, options.served, options.steps = 40, 24, 5
+        options.tokens, options.served, options.steps = 40, 400, 5
         rows, drafted, rounds, files = 4, 20, 1, (1, 300, 1)
     elif not ON_GPU:
         parser.error("there is no GPU: use --tiny to see that everything runs")
-    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
-    facts = {"device": device, "torch": torch.__version__, "python": sys.version.split()[0], "model": options.model}
-    parts = Parts(options.out, options.seconds, facts)
+    found: dict[str, Any] = {**header(options.commit), "model": options.model}
+    unmeasured = lambda name, why: found.update({name: {"error": why}})  # noqa: E731
+    parts = Parts(options.out, lambda: found, unmeasured, options.seconds, clean=partial(release, DEVICE))
+
+    def run_part(name: str, work: Callable[[], dict[str, Any]], needs: float, most: float) -> None:
+        parts.run(name, lambda: found.update({name: work()}), needs, most)
+        print(str(found[name])[:400], flush=True)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         new_caches(folder)
-        facts["bytecode"] = "compiled by the first process" if "PYTHONPYCACHEPREFIX" in os.environ else "installed"
+        found["bytecode"] = "compiled by the first process" if "PYTHONPYCACHEPREFIX" in os.environ else "installed"
         run = make_run(folder / "run", options.model, options.vocabulary)
         sampled = ("--temperature", "0.8", "--top-p", "0.95")
-        parts.run("generate, new machine", lambda: command(run, options.tokens, *sampled), 10, 60)
+        run_part("generate, new machine", lambda: command(run, options.tokens, *sampled), 10, 60)
         compiled = (folder / CACHES[0]).glob("*/*.cubin")
-        facts["kernels compiled"] = sorted(path.stem for path in compiled)
-        parts.run("generate, warm", lambda: command(run, options.tokens, *sampled), 6, 30)
-        parts.run("generate, again", lambda: command(run, options.tokens, *sampled, "--seed", "1"), 6, 30)
-        parts.run("stages", lambda: stages(run), 5, 30)
+        found["kernels compiled"] = sorted(path.stem for path in compiled)
+        run_part("generate, warm", lambda: command(run, options.tokens, *sampled), 6, 30)
+        run_part("generate, again", lambda: command(run, options.tokens, *sampled, "--seed", "1"), 6, 30)
+        run_part("stages", lambda: stages(run), 5, 30)
         model = gss.load(run, device=DEVICE).model
-        parts.run("stream", lambda: streamed(model, options.tokens, (rows, 1)), 10, 60)
-        parts.run("serve", lambda: clients(run, options.served, rows, rounds), 25, 70)
-        parts.run(SPECULATION[0], lambda: after_files(drafted, *files), 10, 60)
-        parts.run("check", lambda: check(model, 300 if ON_GPU else 20, rows), 8, 40)
+        run_part("stream", lambda: streamed(model, options.tokens, (rows, 1)), 10, 60)
+        run_part("serve", lambda: clients(run, options.served, rows, rounds), 25, 70)
+        run_part(SPECULATION[0], lambda: after_files(drafted, *files), 10, 60)
+        run_part("check", lambda: check(model, 300 if ON_GPU else 20, rows), 8, 40)
         if options.code:
             work = (options.code, options.trained, options.steps, folder, drafted, options.tiny)
-            parts.run(SPECULATION[1], lambda: after_code(*work), 45, 120)
+            run_part(SPECULATION[1], lambda: after_code(*work), 45, 120)
         for name in options.others:
             other = gss.build_model(gss.preset(name), seed=0).to(DEVICE).eval()
-            parts.run(f"{name}, stream", partial(streamed, other, options.tokens // 2, (rows, 1)), 10, 40)
-            parts.run(f"{name}, check", partial(check, other, 300 if ON_GPU else 20, rows), 8, 40)
+            run_part(f"{name}, stream", partial(streamed, other, options.tokens // 2, (rows, 1)), 10, 40)
+            run_part(f"{name}, check", partial(check, other, 300 if ON_GPU else 20, rows), 8, 40)
             del other
-    print(goals(parts, rows))
+    print(goals(found, rows))
 
 
 if __name__ == "__main__":

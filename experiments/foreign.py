@@ -117,87 +117,23 @@ def _pypi_gss(config: ModelConfig, length: int) -> Foreign:
     return _PyPI(pypi_gss_model(config).train(), compilable=False)
 
 
-def _gpt2(config: ModelConfig, length: int) -> Foreign:
-    transformers = importlib.import_module("transformers")
+def _huggingface(
+    library: str, config_class: str, settings: Callable[[ModelConfig, int], dict[str, Any]], compilable: bool = False
+) -> Callable[[ModelConfig, int], Foreign]:
+    """A model of `transformers` or in its form, of as many layers as bring it nearest to the size of ours."""
 
-    def settings(depth: int) -> Any:
-        return transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_embd=config.width,
-            n_layer=depth,
-            n_head=_heads(config),
-            n_positions=length,
-            bos_token_id=0,
-            eos_token_id=0,
-            attn_implementation="sdpa",
-        )
-
-    return _HuggingFace(_of_size(settings, config), compilable=True)
-
-
-def _llama(config: ModelConfig, length: int) -> Foreign:
-    transformers = importlib.import_module("transformers")
-
-    def settings(depth: int) -> Any:
-        return transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.width,
-            intermediate_size=-(-8 * config.width // 3 // 64) * 64,
-            num_hidden_layers=depth,
-            num_attention_heads=_heads(config),
-            max_position_embeddings=length,
-            tie_word_embeddings=True,
-            attn_implementation="sdpa",
-        )
-
-    return _HuggingFace(_of_size(settings, config), compilable=True)
-
-
-def _mamba2(library: str) -> Callable[[ModelConfig, int], Foreign]:
     def build(config: ModelConfig, length: int) -> Foreign:
-        library_module = importlib.import_module(library)
-        head_width = min(64, config.width)
-
-        def settings(depth: int) -> Any:
-            return library_module.Mamba2Config(
-                vocab_size=config.vocab_size,
-                hidden_size=config.width,
-                num_hidden_layers=depth,
-                head_dim=head_width,
-                num_heads=2 * config.width // head_width,
-                n_groups=1,
-                tie_word_embeddings=True,
-            )
-
-        return _HuggingFace(_of_size(settings, config), compilable=False)
+        configured = getattr(importlib.import_module(library), config_class)
+        make = importlib.import_module("transformers").AutoModelForCausalLM.from_config
+        given = {"vocab_size": config.vocab_size, **settings(config, length)}
+        layers = "n_layer" if "n_embd" in given else "num_hidden_layers"
+        with torch.device("meta"):
+            sizes = [make(configured(**given, **{layers: depth})).parameters() for depth in (1, 2)]
+            one, two = (sum(parameter.numel() for parameter in parameters) for parameters in sizes)
+        depth = max(1, round(1 + (account(config).parameters - one) / (two - one)))
+        return _HuggingFace(make(configured(**given, **{layers: depth})).train(), compilable)
 
     return build
-
-
-def _gla(config: ModelConfig, length: int) -> Foreign:
-    models = importlib.import_module("fla.models")
-
-    def settings(depth: int) -> Any:
-        return models.GLAConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.width,
-            num_hidden_layers=depth,
-            num_heads=max(1, config.width // 256),
-            max_position_embeddings=length,
-            tie_word_embeddings=True,
-        )
-
-    return _HuggingFace(_of_size(settings, config), compilable=False)
-
-
-FOREIGN: dict[str, Callable[[ModelConfig, int], Foreign]] = {
-    "pypi-gss": _pypi_gss,
-    "hf-gpt2": _gpt2,
-    "hf-llama": _llama,
-    "hf-mamba2": _mamba2("transformers"),
-    "fla-gla": _gla,
-    "fla-mamba2": _mamba2("fla.models"),
-}
 
 
 def _heads(config: ModelConfig) -> int:
@@ -205,17 +141,36 @@ def _heads(config: ModelConfig) -> int:
     return max(1, config.width // 64)
 
 
-def _of_size(settings: Callable[[int], Any], config: ModelConfig) -> nn.Module:
-    """The model of as many layers as bring it nearest to the size of ours."""
-    transformers = importlib.import_module("transformers")
+def _gpt2(config: ModelConfig, length: int) -> dict[str, Any]:
+    sizes = {"n_embd": config.width, "n_head": _heads(config), "n_positions": length}
+    return {**sizes, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "sdpa"}
 
-    def build(depth: int) -> nn.Module:
-        return transformers.AutoModelForCausalLM.from_config(settings(depth))
 
-    with torch.device("meta"):
-        one, two = (sum(p.numel() for p in build(depth).parameters()) for depth in (1, 2))
-    depth = max(1, round(1 + (account(config).parameters - one) / (two - one)))
-    return build(depth).train()
+def _llama(config: ModelConfig, length: int) -> dict[str, Any]:
+    inner = -(-8 * config.width // 3 // 64) * 64
+    sizes = {"hidden_size": config.width, "intermediate_size": inner, "num_attention_heads": _heads(config)}
+    return {**sizes, "max_position_embeddings": length, "tie_word_embeddings": True, "attn_implementation": "sdpa"}
+
+
+def _mamba2(config: ModelConfig, length: int) -> dict[str, Any]:
+    head = min(64, config.width)
+    sizes = {"hidden_size": config.width, "head_dim": head, "num_heads": 2 * config.width // head, "n_groups": 1}
+    return {**sizes, "tie_word_embeddings": True}
+
+
+def _gla(config: ModelConfig, length: int) -> dict[str, Any]:
+    sizes = {"hidden_size": config.width, "num_heads": max(1, config.width // 256)}
+    return {**sizes, "max_position_embeddings": length, "tie_word_embeddings": True}
+
+
+FOREIGN: dict[str, Callable[[ModelConfig, int], Foreign]] = {
+    "pypi-gss": _pypi_gss,
+    "hf-gpt2": _huggingface("transformers", "GPT2Config", _gpt2, compilable=True),
+    "hf-llama": _huggingface("transformers", "LlamaConfig", _llama, compilable=True),
+    "hf-mamba2": _huggingface("transformers", "Mamba2Config", _mamba2),
+    "fla-gla": _huggingface("fla.models", "GLAConfig", _gla),
+    "fla-mamba2": _huggingface("fla.models", "Mamba2Config", _mamba2),
+}
 
 
 def train_foreign(

@@ -7,19 +7,17 @@ that says why; the figures that decide come once more at the end.
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import cross_entropy, gelu
 
 import gss
-from experiments.gss2_on_gpu import settings
-from experiments.kernels import TABLE, E, F, H, V, error, milliseconds, row, training, training_step
+from experiments.kernels import TABLE, E, F, H, V, error, milliseconds, row, run_parts, training, training_step
 from gss.ops.gpu import cross_entropy as losses
 from gss.ops.gpu import fp8, fp8_gate, fp8_head, gate
 
@@ -177,7 +175,7 @@ def kernels() -> None:
         found = []
         for chosen in choices(kernel):
             try:
-                with settings(module, {name: chosen}):
+                with mock.patch.object(module, name, chosen):
                     found.append((milliseconds(run), str(chosen), chosen))
             except Exception as problem:  # too many registers, too much shared memory
                 print(kernel, chosen, "failed:", repr(problem)[:300], flush=True)
@@ -219,8 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("fp8_on_gpu.json"))
     parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     parts: dict[str, Callable[[], object]] = {
         "errors of the gate": lambda: gate_errors(4096),
@@ -235,20 +233,7 @@ def main() -> None:
         "bf16 1x65536": lambda: train(1, 65_536, "bf16"),
         "products": products,
     }
-    for name, part in parts.items():
-        started = time.monotonic()
-        if started > deadline:
-            print(f"no time for {name} and what follows", flush=True)
-            break
-        print(f"== {name}", flush=True)
-        try:
-            part()
-        except Exception as problem:  # one result among others
-            TABLE.append({"name": name, "value": None, "unit": "", "note": repr(problem)[:1500]})
-            print("failed:", repr(problem)[:1500], flush=True)
-        torch.cuda.empty_cache()
-        print(f"== {name}: {time.monotonic() - started:.1f} s", flush=True)
-        arguments.out.write_text(json.dumps(TABLE, indent=1) + "\n")
+    run_parts(parts, arguments.out, arguments.seconds, arguments.commit)
     print()
     for each in TABLE:
         if each["value"] is None or each["name"].startswith((f"{STEPS} steps", "training", "gate 4096")):

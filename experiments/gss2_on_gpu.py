@@ -8,17 +8,16 @@ the best setting of each kernel ends it.
 """
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import gss
-from experiments.kernels import TABLE, error, milliseconds, row, show_profile, training
+from experiments.kernels import TABLE, error, milliseconds, row, run_parts, show_profile, training
 from gss.nn.gss2 import GSS2Layer, ShortConvolution
 from gss.ops import matrix_state
 from gss.ops.gpu import matrix_state as kernels
@@ -183,19 +182,7 @@ def times() -> None:
         show_profile(lambda runs=runs: [run() for run in runs], 12)
 
 
-@contextmanager
-def settings(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-def variants() -> Iterator[Callable[[], object]]:
+def variants() -> dict[str, Callable[[], object]]:
     """Each kernel's other settings, the most promising first."""
     warps = lambda w, s=1, **more: {"num_warps": w, "num_stages": s, **more}  # noqa: E731
     rows = lambda r, w, **more: {"ROWS": r, "num_warps": w, **more}  # noqa: E731
@@ -220,44 +207,34 @@ def variants() -> Iterator[Callable[[], object]]:
         ("short backward", short, {"BACKWARD": rows(16, 8)}),
         ("short backward", short, {"BACKWARD": rows(8, 4, maxnreg=128)}),
     ]
-    for kernel, module, values in choices:
 
-        def run(kernel: str = kernel, module: Any = module, values: dict[str, Any] = values) -> None:
-            with settings(module, values):
-                measure(kernel, scan_runs if module is kernels else short_runs, str(values))
+    def run(kernel: str, module: Any, values: dict[str, Any]) -> None:
+        with mock.patch.multiple(module, **values):
+            measure(kernel, scan_runs if module is kernels else short_runs, str(values))
 
-        yield run
+    return {f"{kernel}, {values}": partial(run, kernel, module, values) for kernel, module, values in choices}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gss2_on_gpu.json"))
     parser.add_argument("--seconds", type=float, default=65)
+    parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
-    train = lambda name: training(*SHAPE[:2], True, False, name, rows=25)  # noqa: E731
-    parts: list[Callable[[], object]] = [
-        lambda: train("gss2-small"),
-        lambda: train("llama-small"),
-        lambda: short_errors(2, 1000),
-        lambda: errors(2, 1024, 4, torch.bfloat16),
-        lambda: errors(2, 1000, 4, torch.bfloat16),
-        lambda: layer_errors(2, 1000),
-        times,
-        *variants(),
-        lambda: train("gss-hybrid-small"),
-    ]
-    for part in parts:
-        if time.monotonic() > deadline:
-            print("no time for the rest", flush=True)
-            break
-        try:
-            part()
-        except Exception as problem:  # one result among others
-            print("failed:", repr(problem)[:1500], flush=True)
-        torch.cuda.empty_cache()
-        arguments.out.write_text(json.dumps(TABLE, indent=1) + "\n")
+    parts: dict[str, Callable[[], object]] = {
+        name: partial(training, *SHAPE[:2], True, False, name, rows=25)
+        for name in ("gss2-small", "llama-small", "gss-hybrid-small")
+    }
+    last = {"gss-hybrid-small": parts.pop("gss-hybrid-small")}
+    parts |= {
+        "errors of the short convolution": lambda: short_errors(2, 1000),
+        "errors of the scan": lambda: errors(2, 1024, 4, torch.bfloat16),
+        "errors of the scan at an odd length": lambda: errors(2, 1000, 4, torch.bfloat16),
+        "errors of a layer": lambda: layer_errors(2, 1000),
+        "times": times,
+    }
+    run_parts(parts | variants() | last, arguments.out, arguments.seconds, arguments.commit)
     for kernel, found in RESULTS.items():
         spent, label = min(found)
         print(f"best for {kernel:16} {spent:8.4f} ms  {label}  (of {len(found)}; as set {found[0][0]:.4f})", flush=True)

@@ -10,10 +10,10 @@ is a row that says why. `--trial` takes tiny presets and short lengths, to see o
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,16 @@ import torch
 from experiments.ceilings import Ceilings, measure_ceilings
 from experiments.foreign import FOREIGN, decode_foreign, prefill_foreign, train_foreign
 from experiments.layer import bench_layer
-from experiments.measurements import Measurement, TrainingSpeed, document, measurements, reason, table
+from experiments.measurements import (
+    Measurement,
+    TrainingSpeed,
+    attempted,
+    document,
+    measurements,
+    reason,
+    table,
+)
+from experiments.parts import Parts
 from experiments.pypi_gss import pypi_part
 from gss.bench.check import check_training
 from gss.bench.machine import release
@@ -181,9 +190,8 @@ def prefill(run: SpeedTable) -> None:
             for piece in (run.long,) if compiled else (run.long, run.long // 4):
                 shapes = [(1, run.long)]
                 found += measurements(bench_prefill(each, shapes, run.device, compiled, piece, run.repeats))
-    found += _foreign(run, "prefill", f"1×{run.long}", lambda: prefill_foreign(
-        "pypi-gss", preset(name), 1, run.long, run.device, run.repeats))  # fmt: skip
-    run.keep(found)
+    theirs = partial(prefill_foreign, "pypi-gss", preset(name), 1, run.long, run.device, run.repeats)
+    run.keep([*found, attempted(f"prefill pypi-gss, 1×{run.long}", theirs)])
     speeds = [row.value for row in found if row.name.startswith("prefill gss") and row.unit == "tokens/s"]
     run.goal(f"prefill gss, 1×{run.long}", max(filter(None, speeds)), "tokens/s", 1_200_000)
     run.keep((row for row in found if row.unit == "relative error"), goals=True)
@@ -197,10 +205,9 @@ def decode(run: SpeedTable) -> None:
     found = measurements(bench_decode(name, shapes, run.device, run.repeats))
     run.keep(measurements(bench_decode(f"transformer{run.suffix}", shapes[1:2], run.device, run.repeats)))
     where = f"batch 1, context {contexts[1]:,}"
-    theirs = _foreign(run, "decode", where, lambda: decode_foreign(
-        "pypi-gss", preset(name), contexts[1], run.device, run.repeats))  # fmt: skip
-    run.keep(theirs)
-    ours = next(row for row in found if row.name == f"decode {name}, {where}").beside("pypi-gss", theirs[0].value)
+    speed = partial(decode_foreign, "pypi-gss", preset(name), contexts[1], run.device, run.repeats)
+    run.keep([theirs := attempted(f"decode pypi-gss, {where}", speed)])
+    ours = next(row for row in found if row.name == f"decode {name}, {where}").beside("pypi-gss", theirs.value)
     run.keep(
         [Measurement(f"decode {name} over pypi-gss, {where}", ours.ratio, "×", 100.0, "pypi-gss", ours.ratio)], True
     )
@@ -209,17 +216,6 @@ def decode(run: SpeedTable) -> None:
         goal = next((goal for part, goal in goals.items() if part in row.name), None)
         first = row.name.endswith(f"context {contexts[0]:,}") or row.unit in ("relative error", "× as long")
         run.keep([replace(row, goal=row.goal or goal) if first else row], goals=first)
-
-
-def _foreign(run: SpeedTable, what: str, where: str, measure: Callable[[], float]) -> list[Measurement]:
-    """PyPI's speed as a row, which says why where there is none."""
-    title = f"{what} pypi-gss, {where}"
-    try:
-        return [Measurement(title, measure(), "tokens/s")]
-    except Exception as error:
-        return [Measurement(title, None, "tokens/s", note=reason(error))]
-    finally:
-        release(run.device)
 
 
 def _mfu(run: SpeedTable, found: TrainingSpeed) -> float:
@@ -256,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"from: {' '.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=None)
+    parser.add_argument("--commit", default="")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--trial", action="store_true")
     arguments = parser.parse_args()
@@ -267,18 +263,14 @@ def main() -> None:
     run = SpeedTable(device, measure_ceilings(device), arguments.repeats, arguments.trial)
     release(device)
     print(json.dumps(run.ceilings.as_dict(), ensure_ascii=False), flush=True)
+    parts = Parts(
+        arguments.out,
+        lambda: document([*run.goals, *run.rows], run.ceilings.as_dict(), arguments.commit),
+        lambda name, why: run.keep([Measurement(f"section {name}", None, "", note=why.split("\n")[-1])], goals=True),
+        clean=partial(release, device),
+    )
     for name in arguments.sections or SECTIONS:
-        started = time.perf_counter()
-        print(f"\n== {name}", flush=True)
-        try:
-            SECTIONS[name](run)
-        except Exception as error:  # the other sections still count
-            run.keep([Measurement(f"section {name}", None, "", note=reason(error))], goals=True)
-        release(device)
-        print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
-        found = document([*run.goals, *run.rows], device, run.ceilings.as_dict(), arguments.commit)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        parts.run(name, partial(SECTIONS[name], run))
     print(f"\n{table(run.goals)}")
 
 

@@ -7,14 +7,18 @@ Sizes are those of the `gss` preset. Times are medians by CUDA events; the table
 """
 
 import argparse
-import json
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
 
 import gss
+from experiments.measurements import header
+from experiments.parts import Parts
 from gss.generate import read
 from gss.loss import next_token_loss
 from gss.nn.state_space import DiagonalStateSpace
@@ -43,7 +47,6 @@ def convolution(batch: int, length: int) -> None:
     u = torch.randn(batch, H, length, device="cuda").bfloat16()
     g = torch.randn(batch, H, length, device="cuda").bfloat16() * 1e-5
     size = fft.row_length(length)
-    chosen = fft.OPTIONS
     taps = torch.randn(H, size, device="cuda") * torch.exp(-torch.arange(size, device="cuda") / 300)
     spectrum = fft.spectrum(taps)
     count = length // size
@@ -69,13 +72,12 @@ def convolution(batch: int, length: int) -> None:
         {"SLICE": 16, "num_stages": 2, "maxnreg": 128},
         {"SLICE": 64, "num_stages": 1},
     ):
-        fft.OPTIONS = options
         try:
-            row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
-            row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
+            with mock.patch.object(fft, "OPTIONS", options):
+                row(f"convolve {batch}x{length}: {options}", milliseconds(lambda: fft.convolve(u, *spectrum)))
+                row(f"correlate {batch}x{length}: {options}", milliseconds(lambda: fft.correlation(u, g, size)))
         except Exception as problem:  # a shape that does not fit is one result among others
             print(options, repr(problem)[:200])
-    fft.OPTIONS = chosen
     row("spectrum of taps", milliseconds(lambda: fft.spectrum(taps)))
     row("taps of spectrum", milliseconds(lambda: fft.taps_of_spectrum(spectrum[0])))
 
@@ -126,17 +128,15 @@ def gates(tokens: int) -> None:
     for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
     c, d, p = draw(tokens, F), draw(tokens, F), draw(tokens, F)
-    chosen = gate._TILE
     for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
-        gate._TILE = {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}
         name = f"{bm}x{bn}, {steps} steps, {warps} warps"
-        (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
+        with mock.patch.object(gate, "_TILE", {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}):
+            (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
         sums = torch.empty(grid[1], 2, F, device="cuda")
         forward = partial(gate._gate_kernel[grid], c, *given, ACTIVATION="gelu", **options)
         backward = partial(gate._gate_backward_kernel[grid], d, c, p, sums, *given, ACTIVATION="gelu", **options)
         row(f"gate forward {name}", milliseconds(forward))
         row(f"gate backward {name}", milliseconds(backward))
-    gate._TILE = chosen
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
 
@@ -242,6 +242,27 @@ def show_profile(step, rows: int = 45) -> None:
         print(f"{k.self_device_time_total / 1e3:9.3f} ms {k.count:5} x  {k.key[:110]}", flush=True)
 
 
+def product_rate() -> None:
+    """What the products of a training step are measured against."""
+    a = torch.randn(8192, 8192, device="cuda").bfloat16()
+    row("bf16 matrix product 8192", 2 * 8192**3 / milliseconds(lambda: a @ a) / 1e9, "TFLOP/s")
+
+
+def run_parts(
+    parts: Mapping[str, Callable[[], object]], out: Path | None, seconds: float = math.inf, commit: str = ""
+) -> None:
+    """Each part in turn, while there is time; the rows of all, with where they come from, go to the file."""
+    about = header(commit)
+    runner = Parts(
+        out,
+        lambda: {**about, "rows": TABLE},
+        lambda name, why: TABLE.append({"name": name, "value": None, "unit": "", "note": why}),
+        seconds,
+    )
+    for name, part in parts.items():
+        runner.run(name, part)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -250,34 +271,24 @@ def main() -> None:
     parser.add_argument("--parts", default="convolution,modes,gates,losses,prefill,training")
     parser.add_argument("--shapes", default="16x4096")
     parser.add_argument("--model", default="gss", help="the preset to train")
+    parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    parts = arguments.parts.split(",")
-    actions = {
+    chosen = arguments.parts.split(",")
+    actions: dict[str, Callable[[], object]] = {
         "convolution": lambda: (convolution(16, 4096), convolution(32, 1024)),
         "modes": lambda: modes(4096),
         "gates": lambda: gates(65_536),
         "losses": lambda: losses(65_536),
         "prefill": lambda: prefill(65_536),
+        "training": product_rate,
     }
-    for part in parts:
-        if part in actions:
-            try:
-                actions[part]()
-            except Exception as problem:
-                print(part, "failed:", repr(problem)[:1500], flush=True)
-    if "training" in parts:
-        a = torch.randn(8192, 8192, device="cuda").bfloat16()
-        row("bf16 matrix product 8192", 2 * 8192**3 / milliseconds(lambda: a @ a) / 1e9, "TFLOP/s")
-        for shape in arguments.shapes.split(","):
-            batch, length = map(int, shape.split("x"))
-            try:
-                training(batch, length, arguments.profile, arguments.whole, arguments.model)
-            except torch.cuda.OutOfMemoryError:
-                print(shape, "does not fit", flush=True)
-            torch.cuda.empty_cache()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(TABLE, indent=1))
+    for shape in arguments.shapes.split(",") if "training" in chosen else ():
+        batch, length = map(int, shape.split("x"))
+        given = (batch, length, arguments.profile, arguments.whole, arguments.model)
+        actions[f"training {shape}"] = partial(training, *given)
+        chosen.append(f"training {shape}")
+    run_parts({name: actions[name] for name in chosen if name in actions}, arguments.out, commit=arguments.commit)
 
 
 if __name__ == "__main__":

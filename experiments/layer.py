@@ -37,7 +37,6 @@ class Setting:
     batch: int
     length: int
     device: torch.device
-    compiled: bool = False
 
     def __str__(self) -> str:
         return f"{self.part}, {self.batch}×{self.length}"
@@ -49,16 +48,13 @@ def bench_layer(
     device: torch.device,
     *,
     rivals: Mapping[str, Swap] | None = None,
-    compiled: bool = False,
     repeats: int = 5,
-    report: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
     """Both parts at every (batch, length), with and without our kernels where there are any."""
     rows: list[Measurement] = []
     for part in PARTS:
         for batch, length in shapes:
-            setting = Setting(part, config, batch, length, device, compiled)
-            report(str(setting))
+            setting = Setting(part, config, batch, length, device)
             rows += _measure(setting, rivals or {}, repeats)
             release(device)
     return rows
@@ -112,8 +108,6 @@ class TrainingPass:
         self.module.to(self.device, dtype)
         self.input = self.input.to(self.device, dtype).requires_grad_()
         self.gradient = self.gradient.to(self.device, dtype)
-        if setting.compiled and swap is None and setting.part == "layer" and not precise:
-            self.module.compile()
 
     def forward(self) -> Tensor:
         """The output."""

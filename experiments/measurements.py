@@ -1,6 +1,6 @@
 """What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,13 +79,26 @@ def reason(error: BaseException) -> str:
     return "out of memory" if type(error).__name__ == "OutOfMemoryError" else f"{type(error).__name__}: {first}"[:160]
 
 
+def attempted(name: str, measure: Callable[[], float]) -> Measurement:
+    """A speed in tokens per second, or a row that says why there is none."""
+    try:
+        return Measurement(name, measure(), "tokens/s")
+    except Exception as error:  # out of memory, a peer that is not installed
+        return Measurement(name, None, "tokens/s", note=reason(error))
+
+
+def header(commit: str = "") -> dict[str, Any]:
+    """Command, commit (this one in place of the source tree's), hardware, versions and date."""
+    found = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return found | ({"commit": commit} if commit else {})
+
+
 def document(
-    rows: Iterable[Measurement], device: torch.device, ceilings: Mapping[str, float] | None = None, commit: str = ""
+    rows: Iterable[Measurement], ceilings: Mapping[str, float] | None = None, commit: str = ""
 ) -> dict[str, Any]:
-    """The rows under a header that says where they come from; `commit` in place of that of the source tree."""
-    header = provenance(device) | ({"commit": commit} if commit else {})
+    """The rows under a header that says where they come from."""
     rows_given: list[dict[str, Any]] = finite([asdict(row) for row in rows])
-    return {**header, "ceilings": dict(ceilings or {}), "rows": rows_given}
+    return {**header(commit), "ceilings": dict(ceilings or {}), "rows": rows_given}
 
 
 def table(rows: Sequence[Measurement]) -> str:

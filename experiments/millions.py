@@ -8,7 +8,6 @@ those of the whole first; nothing is reported where they differ.
 """
 
 import argparse
-import json
 import time
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 
 import torch
 
+from experiments.measurements import header
 from gss.data.batches import Batch
+from gss.io.files import write_json
 from gss.model import build_model
 from gss.training import resolve
 from gss.training.distributed import World
@@ -89,11 +90,9 @@ def main() -> None:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--piece", type=int, default=65_536)
     parser.add_argument("--set", action="append", default=[], dest="changes")
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", default="")
     given = parser.parse_args()
     changes = ("compile=true", *given.changes)
-    on_gpu = torch.cuda.is_available()
-    about = {"device": torch.cuda.get_device_name() if on_gpu else "a CPU", "torch": torch.__version__}
     rows: list[dict[str, Any]] = []
     for case in given.cases.split(","):
         name, _, length = case.partition(":")
@@ -106,7 +105,7 @@ def main() -> None:
             f"of which {row['states_bytes'] / 1e9:.2f} GB are states; pieces against whole {differences}",
             flush=True,
         )
-        given.out.write_text(json.dumps({**about, "commit": given.commit, "rows": rows}, indent=1) + "\n")
+        write_json(given.out, {**header(given.commit), "rows": rows})
 
 
 if __name__ == "__main__":

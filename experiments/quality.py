@@ -23,9 +23,9 @@ import datetime
 import fcntl
 import itertools
 import json
-import math
+import os
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from experiments import fla_layers
-from experiments.compare import Comparison, paired_ratio
-from experiments.side_by_side import shared_gpu
+from experiments.best_recipe import RESULTS, table
 from gss.io.files import write_file
 
 if TYPE_CHECKING:
@@ -60,13 +59,11 @@ RECIPE = {
 }
 """What every system has unless it says otherwise."""
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
 LENGTHS = (512, 4096, 16_384, 65_536)
 BATCH = 1 << 17  # tokens scored at a time
 STOPPED = 128 + signal.SIGTERM
 _COMPILING_STEPS = 2
 _SAVING_SECONDS, _WORTH_STARTING_SECONDS = 15.0, 45.0
-Documents = list[tuple[float, int]]
 
 
 class Line(NamedTuple):
@@ -157,6 +154,28 @@ def unstoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def shared_gpu(work: Path) -> Iterator[None]:
+    """NVIDIA's MPS while entered, where it is there, so that kernels of several processes run at once."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield
+        return
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": work / "mps", "CUDA_MPS_LOG_DIRECTORY": work / "mps-log"}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(folder)
+    nowhere = subprocess.DEVNULL
+    start = subprocess.run([control, "-d"], check=False, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    try:
+        yield
+    finally:
+        if start.returncode == 0:
+            subprocess.run([control], input=b"quit\n", check=False, capture_output=True)
+        for name in folders:
+            del os.environ[name]
+
+
 def scores(model: "LanguageModel", held_out: "Dataset", trained: int, probed: bool) -> dict[str, Any]:
     """Nats and targets of each document by length and, for a probed run, the losses by context and of one stream."""
     from gss.evaluation import evaluate
@@ -164,7 +183,7 @@ def scores(model: "LanguageModel", held_out: "Dataset", trained: int, probed: bo
     whole = any(kind in model.config.layers for kind in fla_layers.PEERS)  # they carry no state from piece to piece
     longest = int(held_out.lengths.max())
     longest = longest if probed or whole or model.bounded_state else min(longest, max(LENGTHS[0], trained))
-    found: dict[str, Documents] = {}
+    found: dict[str, list[tuple[float, int]]] = {}
     for length in [length for length in LENGTHS if length <= longest] or [longest]:
         if length > trained and not whole:
             model = with_window(model, trained)
@@ -225,115 +244,6 @@ def stream_losses(model: "LanguageModel", held_out: "Dataset", most: int = 1 << 
             parts = list(score_sequences(model, rows, piece=4096 if len(rows) > 1 else 16_384))
         found[str(window)] = round(-sum(float(part.log_probability.sum()) for part in parts) / length, 5)
     return found
-
-
-def half(documents: Documents, which: str) -> Documents:
-    """The documents that settings are chosen on, or those that are reported."""
-    return documents[0::2] if which == "choose" else documents[1::2]
-
-
-def perplexity(result: dict[str, Any], which: str, length: int = 4096) -> float | None:
-    """Of one half of the documents; None where that length was not scored."""
-    documents = half(result["documents"].get(str(length), []), which)
-    return math.exp(sum(nats for nats, _ in documents) / sum(count for _, count in documents)) if documents else None
-
-
-def paired(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], which: str, length: int) -> Comparison:
-    """Our perplexity over theirs, means over seeds, paired by document.
-
-    With another edition of a vocabulary documents have a token more or less: runs are compared with those that were
-    scored on the same tokens, and a document counts once for each edition that both sides have.
-    """
-    sides = [_by_tokens(runs, length) for runs in (ours, theirs)]
-    shared = [tokens for tokens in sides[0] if tokens in sides[1]]
-    return paired_ratio(*(half(_added([side[tokens] for tokens in shared]), which) for side in sides))
-
-
-def _by_tokens(runs: Sequence[dict[str, Any]], length: int) -> dict[tuple[int, ...], Documents]:
-    """Nats and targets of each document, as the mean over the runs that were scored on the same tokens."""
-    groups: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-    for run in runs:
-        nats, counts = zip(*run["documents"][str(length)], strict=True)
-        groups.setdefault(counts, []).append(nats)
-    return {
-        counts: [(statistics.mean(nats), count) for *nats, count in zip(*seeds, counts, strict=True)]
-        for counts, seeds in groups.items()
-    }
-
-
-def _added(editions: Sequence[Documents]) -> Documents:
-    """Nats and targets of each document in all editions together."""
-    if not editions:
-        raise ValueError("the two systems were not scored on the same tokens: no edition of the documents is common")
-    return [(sum(nats for nats, _ in same), sum(count for _, count in same)) for same in zip(*editions, strict=True)]
-
-
-def without_seed(system: str) -> str:
-    """What two runs that differ in their seed alone have in common."""
-    return "+".join(part for part in system.split("+") if not part.startswith("seed="))
-
-
-def grouped(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together; the best on the documents to choose first."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(without_seed(result["system"]), []).append(result)
-    length = 4096 if any("4096" in result["documents"] for result in results) else 512
-    return sorted(groups.values(), key=lambda runs: _mean([perplexity(run, "choose", length) for run in runs]))
-
-
-def table(corpus: str, results: Sequence[dict[str, Any]], which: str = "report") -> str:
-    """Markdown: perplexity by length, ± over seeds, beside the Llama that is best on the documents to choose."""
-    groups = grouped(results)
-    llama = next((runs for runs in groups if runs[0]["system"].startswith("llama")), groups[0])
-    scored = [length for length in LENGTHS if any(str(length) in run["documents"] for run in results)]
-    beside = 4096 if 4096 in scored else scored[0]
-    lines = [
-        f"| {corpus} | parameters | runs | {' | '.join(f'{n:,}' for n in scored)} | at {beside:,}, times Llama's |",
-        "|---|---:|---:|" + "---:|" * (len(scored) + 1),
-    ]
-    for runs in groups:
-        cells = [_cell([perplexity(run, which, length) for run in runs]) for length in scored]
-        pair = paired(runs, llama, which, beside)
-        ratio = "1" if runs is llama else f"{pair.ratio:.3f} ± {pair.standard_error:.3f}"
-        size = f"{runs[0]['parameters'] / 1e6:.1f}M"
-        lines.append(f"| {_label(runs[0])} | {size} | {len(runs)} | {' | '.join(cells)} | {ratio} |")
-    return "\n".join(lines)
-
-
-def page(folder: Path = RESULTS) -> str:
-    """Markdown: a table for each corpus of kept results."""
-    tables = []
-    for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        report = half(next(iter(results[0]["documents"].values())), "report")
-        where = sorted({f"{run['hardware']}, {run['date']}, commit {run['commit']}" for run in results})
-        about = (
-            f"Scored on {sum(count for _, count in report):,} tokens of {len(report)} documents. {'; '.join(where)}."
-        )
-        tables.append(f"{table(path.stem, results)}\n\n{about}")
-    return "\n\n".join(tables)
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else math.inf
-
-
-def _cell(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.2f}{spread}"
-
-
-def _label(result: dict[str, Any]) -> str:
-    """A system by its preset and what it has that is not the common recipe's."""
-    name, *changes = without_seed(result["system"]).split("+")
-    own = [change.removeprefix("model.") for change in changes if change.split("=")[0] != "optimizer.learning_rate"]
-    rate = result["settings"]["optimizer.learning_rate"]
-    return f"`{name}`, {', '.join([f'rate {rate}', *(f'`{change}`' for change in own)])}"
 
 
 def missing(plan: Path, kept: Callable[[str], list[dict[str, Any]]]) -> list[Line]:
@@ -430,7 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = parsed(given.plan.read_text(encoding="utf-8"))
     for corpus in dict.fromkeys(line.corpus for line in plan):
         if results := runs.kept(corpus):
-            print(f"to choose from:\n{table(corpus, results, 'choose')}\nto report:\n{table(corpus, results)}\n")
+            choices = (("to choose from", "choose"), ("to report", "report"))
+            print(*(f"{title}:\n{table({corpus: results}, which)}\n" for title, which in choices), sep="\n")
     undone = [f"{line.corpus} {line.system}" for line in missing(given.plan, runs.kept)]
     print(f"{len(plan) - len(undone)} of {len(plan)} runs are done", *undone, sep="\n  ")
 

@@ -8,18 +8,20 @@ and a file that is there is not made again. --scale multiplies every number of s
 """
 
 import argparse
-import datetime
-import os
-import subprocess
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gss.bench.machine import provenance
 from gss.config import ModelConfig, override, to_mapping
 from gss.io.files import finite, write_json
 from gss.presets import preset
 from gss.probe import Stage, make_task, task_optimizer, train_on_task
+from gss.reproduce.tables import markdown, mean
 from gss.training import OptimizerConfig
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "probe"
@@ -115,15 +117,6 @@ def measure(study: Study, seed: int, device: str, sequences: int) -> dict[str, A
     return {**asdict(result), "model": to_mapping(study.model()), "optimizer": to_mapping(study.optimizer())}
 
 
-def hardware(device: str) -> str:
-    """What it ran on, in words."""
-    if device == "cpu":
-        return f"{os.cpu_count()} CPU cores"
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run studies, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,23 +133,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if file.exists():
                 continue
             found = measure(STUDIES[name].scaled(given.scale), seed, given.device, given.sequences)
-            about = {
-                "study": name,
-                "date": datetime.date.today().isoformat(),
-                "hardware": hardware(given.device),
-                "commit": _commit(),
-                "command": f"python -m experiments.recall {name} --seeds {seed} --device {given.device} "
-                f"--scale {given.scale:g} --sequences {given.sequences}",
-            }
             given.out.mkdir(parents=True, exist_ok=True)
-            write_json(file, finite({**about, **found}))
+            write_json(file, finite({"study": name, **provenance(torch.device(given.device)), **found}))
             rows = ", ".join(f"{row['length']:,}: {row['accuracy']:.2%}" for row in found["accuracy"])
             print(f"{name}, seed {seed}: {rows} ({found['seconds']:.0f} s, loss {found['loss']:.3f})", flush=True)
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+def table(folder: Path = RESULTS) -> str:
+    """Accuracy of kept results in Markdown, a row per study and length, ± over seeds."""
+    header = ["study", "layers", "params", "trained at", "tested at", "seeds", "accuracy, %", "all answers right, %"]
+    studies: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        studies.setdefault(run["study"], []).append(run)
+    rows = []
+    for study, runs in studies.items():
+        model = runs[0]["model"]
+        layers = f"{model['depth']} × {', '.join(model['pattern'])}"
+        for index, tested in enumerate(runs[0]["accuracy"]):
+            found = [run["accuracy"][index] for run in runs]
+            shares = [mean([100 * each[key] for each in found]) for key in ("accuracy", "solved")]
+            cells = [f"`{study}`", layers, f"{runs[0]['parameters']:,}", f"{runs[0]['length']:,}"]
+            rows.append([*cells, f"{tested['length']:,}", str(len(runs)), *shares])
+    return markdown(header, rows, frozenset({"study", "layers"})) if rows else "Not run yet."
 
 
 if __name__ == "__main__":

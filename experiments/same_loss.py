@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--commit", default=None)
+    parser.add_argument("--commit", default="")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     device = pick_device("auto")
@@ -103,7 +103,7 @@ def main() -> None:
     apart = distance(curves["fast"], curves["plain"], window)
     note = f"RMS over means of {window} steps; the goal is how far two plain runs are apart"
     rows.append(Measurement("fast and plain are apart by", apart, "nats", noise, "plain", note=note))
-    found = document(rows, device, commit=arguments.commit)
+    found = document(rows, commit=arguments.commit)
     found["settings"] = {"preset": arguments.preset, "set": settings}
     found[f"mean loss of every {window} steps"] = {
         name: [round(value, 5) for value in curve.windows(window)] for name, curve in curves.items()

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -23,18 +22,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gss
-from gss.bench.machine import command_line
+from gss.bench.machine import provenance
 from gss.config import to_mapping
 from gss.data import load_tokenizer
 from gss.decode import Request, Sampling, stream
 from gss.io.checkpoint import save
+from gss.io.files import write_json
 
 PROMPT = 32
 REQUESTS = 4
@@ -179,24 +178,6 @@ def measure(arguments: argparse.Namespace, port: int, model: gss.LanguageModel) 
     return rows
 
 
-def header(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "command": command_line(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{len(os.sched_getaffinity(0))} cores of {names[0].partition(': ')[2] if names else 'a CPU'}"
-        + (f", {torch.cuda.get_device_name()}" if arguments.device == "cuda" else ""),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "date": datetime.now(UTC).date().isoformat(),
-        "model": arguments.preset,
-        "threads": arguments.threads,
-        "what": f"precision auto; prompts of {PROMPT} tokens, no two alike, {arguments.tokens} tokens each; "
-        f"{REQUESTS} requests a client, the next when the last is answered; median of the rounds, in turns",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", default="gss-tiny")
@@ -213,9 +194,13 @@ def main() -> None:
         run = arguments.run or make_run(Path(folder) / "run", arguments.preset)
         with serving(run, "--device", arguments.device, "--threads", str(arguments.threads)) as port:
             rows = measure(arguments, port, gss.load(run, device=arguments.device).model)
-    result = {**header(arguments), "rows": rows}
+    what = (
+        f"precision auto; prompts of {PROMPT} tokens, no two alike, {arguments.tokens} tokens each; {REQUESTS} "
+        "requests per client, the next when the last is answered; median of the rounds, in turns"
+    )
+    about = {"model": arguments.preset, "threads": arguments.threads, "what": what}
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.out, {**provenance(torch.device(arguments.device)), **about, "rows": rows})
     floor = {"server": 0.6, "server streaming": 0.4} if arguments.device == "cuda" else {}
     short = [row for row in rows if any(share < floor.get(name, 0.8) for name, share in row["share"].items())]
     if short:

@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import experiments
 from experiments.measurements import Measurement, TrainingSpeed, document, number, table
 
 
@@ -31,7 +34,7 @@ def test_a_ratio_over_one_is_better_whatever_the_unit() -> None:
 
 
 def test_the_document_is_json_with_a_header() -> None:
-    found = document([Measurement("a", math.nan, "ms")], torch.device("cpu"), {"copy": 1.0}, commit="abc")
+    found = document([Measurement("a", math.nan, "ms")], {"copy": 1.0}, commit="abc")
     again = json.loads(json.dumps(found, allow_nan=False))
     assert list(again) == ["command", "commit", "hardware", "versions", "date", "ceilings", "rows"]
     assert again["commit"] == "abc"
@@ -56,3 +59,10 @@ def test_the_table_has_every_row_and_no_empty_column() -> None:
 def test_numbers_have_the_digits_that_matter() -> None:
     found = [number(x) for x in (431_204.4, 12.34, 0.6523, 3.1e-4, 0.0, None)]
     assert found == ["431,204", "12.3", "0.652", "3.1e-04", "0.000", "–"]
+
+
+def test_the_folder_says_what_is_in_it() -> None:
+    named = set(re.findall(r"\w+", experiments.__doc__ or ""))
+    there = {path.stem for path in Path(experiments.__path__[0]).glob("*.py")} - {"__init__"}
+    assert there <= named
+    assert {name for name in named if "_" in name} <= there

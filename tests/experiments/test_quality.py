@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gss
-from experiments import quality
+from experiments import best_recipe, compare, quality
 from gss.data import load_tokenizer, prepare
 from tests.conftest import small_config
 from tests.making import dataset_from_arrays
@@ -43,14 +43,11 @@ def test_a_plan_is_run_kept_and_tabulated(tmp_path: Path, capsys: pytest.Capture
     assert f"small {systems[0]}: done" in printed  # the other two were there already
     assert printed.count(": done") == 1
     assert "3 of 3 runs are done" in printed
-    rows = [line for line in printed.splitlines() if line.startswith("| `")]
-    assert sorted(row.split("`")[1] for row in rows) == ["gss2-tiny", "gss2-tiny", "llama-tiny", "llama-tiny"]
-    assert all("| 2 |" in row and row.count("±") >= 2 for row in rows if "gss2" in row)  # over seeds, and paired
-    assert "4 documents" not in (page := quality.page(tmp_path))
-    assert "of 2 documents. a CPU, " in page
-    assert "a CPU, today, commit this." in page
+    rows = [line.split("|") for line in printed.splitlines() if line.startswith("| small ")]
+    assert sorted(row[2].strip() for row in rows) == ["gss2-tiny", "gss2-tiny", "llama-tiny", "llama-tiny"]
+    assert all(row[5].strip() == "2" and "±" in row[6] for row in rows if "gss2" in row[2])  # over seeds
     own = result["documents"]["512"]
-    halves = quality.half(own, "choose") + quality.half(own, "report")
+    halves = compare.half(own, "choose") + compare.half(own, "report")
     assert halves != own
     assert sorted(halves) == sorted(own)
 
@@ -85,42 +82,40 @@ def test_runs_are_compared_where_they_were_scored_on_the_same_tokens() -> None:
         {"documents": {"4096": [(nats + 1, count) for nats, count in run["documents"]["4096"]]}}
         for run in (first, second)
     ]
-    found = quality.paired([first, second], theirs, "choose", 4096)
+    found = compare.paired([first, second], theirs, "choose", 4096)
     assert found.documents == 2
     assert found.ratio == pytest.approx(math.exp(-4 / (10 + 9 + 4 + 4)))
-    assert quality.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
+    assert compare.paired([second], theirs, "choose", 4096).ratio == pytest.approx(math.exp(-2 / 13))
     with pytest.raises(ValueError, match="no edition"):
-        quality.paired([first], theirs[1:], "choose", 4096)
+        compare.paired([first], theirs[1:], "choose", 4096)
 
 
-def _run(system: str, rate: float, *losses: float) -> dict[str, Any]:
+def _run(system: str, *losses: float) -> dict[str, Any]:
     """A made-up result: documents of 10, 20, 30 and 40 tokens with these losses per token."""
     documents = [(loss * count, count) for loss, count in zip(losses, (10, 20, 30, 40), strict=True)]
-    about = {"settings": {"optimizer.learning_rate": rate}, "parameters": 2_000_000, "hardware": "a CPU"}
-    return {"system": system, "documents": {"4096": documents}, "date": "today", "commit": "this", **about}
+    return {"system": system, "documents": {"4096": documents}, "parameters": 2_000_000, "tokens": 100}
 
 
-def test_a_table_is_chosen_on_one_half_and_reports_the_other(tmp_path: Path) -> None:
+def test_a_table_is_chosen_on_one_half_and_reports_the_other() -> None:
     """The better Llama on the documents to choose is the worse one on those to report, and is compared with."""
-    results = [
-        _run("llama-small", 0.01, 3.0, 2.0, 3.0, 2.0),
-        _run("llama-small+model.bias=true", 0.01, 2.5, 3.0, 2.5, 2.4),
-        _run("gss2-small", 0.02, 2.0, 2.8, 2.9, 2.1),
-        _run("gss2-small+seed=1", 0.02, 2.2, 2.6, 2.3, 2.3),
+    llama = "llama-small+model.zero_outputs=true+optimizer.learning_rate="
+    runs = [
+        _run(f"{llama}6.4e-3", 3.0, 2.0, 3.0, 2.0),
+        _run(f"{llama}1e-2", 2.5, 3.0, 2.5, 2.4),
+        _run("gss2-small+model.bias=true", 2.0, 2.8, 2.9, 2.1),
+        _run("gss2-small+model.bias=true+seed=1", 2.2, 2.6, 2.3, 2.3),
     ]
-    (tmp_path / "books.json").write_text(json.dumps(results))
-    llama = [math.exp((20 * 3.0 + 40 * 2.4) / 60), math.exp((20 * 2.0 + 40 * 2.0) / 60)]
+    levels = [math.exp((20 * 3.0 + 40 * 2.4) / 60), math.exp((20 * 2.0 + 40 * 2.0) / 60)]
     seeds = [math.exp((20 * a + 40 * b) / 60) for a, b in ((2.8, 2.1), (2.6, 2.3))]
     twenty, forty = math.exp(2.7 - 3.0), math.exp(2.2 - 2.4)  # the ratios of each document, means over seeds
-    ratio, error = math.exp((20 * (2.7 - 3.0) + 40 * (2.2 - 2.4)) / 60), abs(twenty - forty) / 2
+    ours = math.exp((20 * (2.7 - 3.0) + 40 * (2.2 - 2.4)) / 60), abs(twenty - forty) / 2
     plain = math.exp((20 * (2.0 - 3.0) + 40 * (2.0 - 2.4)) / 60), abs(math.exp(2.0 - 3.0) - math.exp(2.0 - 2.4)) / 2
     gss2 = f"{statistics.mean(seeds):.2f} ± {abs(seeds[0] - seeds[1]) / math.sqrt(2):.2f}"
-    assert quality.page(tmp_path).splitlines()[2:] == [
-        f"| `gss2-small`, rate 0.02 | 2.0M | 2 | {gss2} | {ratio:.3f} ± {error:.3f} |",
-        f"| `llama-small`, rate 0.01, `bias=true` | 2.0M | 1 | {llama[0]:.2f} | 1 |",
-        f"| `llama-small`, rate 0.01 | 2.0M | 1 | {llama[1]:.2f} | {plain[0]:.3f} ± {plain[1]:.3f} |",
-        "",
-        "Scored on 60 tokens of 2 documents. a CPU, today, commit this.",
+    rows = best_recipe.table({"books": runs}).splitlines()[2:]
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
+        ["books", "GSS2", "`bias=true`", "2.0M", "2", "–", gss2, "–", "–", f"{ours[0]:.3f} ± {ours[1]:.3f}"],
+        ["books", "Llama", "rate 1e-2", "2.0M", "1", "–", f"{levels[0]:.2f}", "–", "–", "1"],
+        ["books", "Llama", "–", "2.0M", "1", "–", f"{levels[1]:.2f}", "–", "–", f"{plain[0]:.3f} ± {plain[1]:.3f}"],
     ]
 
 
@@ -145,3 +140,23 @@ def test_long_texts_are_scored_in_windows(monkeypatch: pytest.MonkeyPatch) -> No
         rows = tokens.unfold(0, window + 1, window)
         losses = torch.nn.functional.cross_entropy(slides(rows[:, :-1])[0].mT, rows[:, 1:])
         assert found["stream"][str(window)] == pytest.approx(losses.item(), abs=1e-4)
+
+
+def test_a_paired_comparison_has_the_error_of_the_difference() -> None:
+    random = np.random.default_rng(0)
+    counts = random.integers(500, 5000, 60)
+    hardness = random.normal(3.5, 0.5, 60)  # of a document, for both systems
+    gain = random.normal(0.02, 0.01, 60)
+    ours = [(float(c * (h - g)), int(c)) for c, h, g in zip(counts, hardness, gain, strict=True)]
+    theirs = [(float(c * h), int(c)) for c, h in zip(counts, hardness, strict=True)]
+    found = compare.paired_ratio(ours, theirs)
+    nats = -float((counts * gain).sum())
+    assert found.ratio == pytest.approx(math.exp(nats / counts.sum()))
+    left_out = [math.exp((nats + c * g) / (counts.sum() - c)) for c, g in zip(counts, gain, strict=True)]
+    mean = sum(left_out) / 60
+    assert found.standard_error == pytest.approx(math.sqrt(59 / 60 * sum((each - mean) ** 2 for each in left_out)))
+    assert found.ratio < 1 - 5 * found.standard_error
+    assert compare.paired_ratio(theirs, theirs).ratio == 1
+    assert math.isnan(compare.paired_ratio(ours[:1], theirs[:1]).standard_error)
+    with pytest.raises(ValueError, match="not scored on the same tokens"):
+        compare.paired_ratio(ours, theirs[1:])

@@ -241,7 +241,7 @@ def test_corpora_of_the_paper() -> None:
 
 
 def test_short_evaluations_have_whole_documents() -> None:
-    corpus = Corpus("books", Path("books"), 9, False, {}, 60, 100, 400, held_out=((10, 40), (20, 70), (30, 130)))
+    corpus = Corpus("books", Path("books"), 9, False, {}, 60, 100, held_out=((10, 40), (20, 70), (30, 130)))
     assert [corpus.whole_documents(size) for size in (1, 40, 41, 110, 111, None)] == [10, 10, 30, 30, None, None]
     small = trial_of(SYSTEMS["gss"], replace(SCALES["small"], evaluate_bytes=41), corpus)
     assert (small.evaluate_tokens, small.scored_tokens) == (30, 30)

@@ -18,7 +18,6 @@ WHOLE = "whole"
 """The name of the length at which every document is read whole, its state carried."""
 NONE = "–"
 LENGTH_NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
-LENGTH_KEYS = [*map(str, LENGTHS), WHOLE]
 _WORDS = {"corpus", "model"}  # columns that are text
 _BESIDE = (
     "Perplexity is per token of the corpus's own vocabulary, by evaluation length; `whole` reads every document from "
@@ -81,8 +80,8 @@ def markdown(header: Sequence[str], rows: Rows, words: frozenset[str] = frozense
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def notes(target: Target, found: Found, about: bool = True) -> list[str]:
-    """The notes below the table; with `about`, also how systems differ."""
+def notes(target: Target, found: Found) -> list[str]:
+    """The notes below the table."""
     if not found:
         return ["Nothing is done yet."]
     said = [_NOTES.get(target.name, _BESIDE)]
@@ -96,9 +95,8 @@ def notes(target: Target, found: Found, about: bool = True) -> list[str]:
             f"scored on {evaluation['tokens']:,} tokens of {evaluation['documents']} held-out documents "
             f"({evaluation['precision']})."
         )
-    if about:
-        apart = {trial.system.label: trial.system.about for trial, _ in found if trial.system.about}
-        said += [f"{label}: {text}." for label, text in apart.items()]
+    apart = {trial.system.label: trial.system.about for trial, _ in found if trial.system.about}
+    said += [f"{label}: {text}." for label, text in apart.items()]
     origins = [(kept["hardware"], kept["versions"].get("torch"), kept["commit"]) for _, kept in found]
     machines, torches, commits = (", ".join(sorted({each[i] or "unknown" for each in origins})) for i in range(3))
     return [*said, f"Hardware: {machines}; torch {torches}; commit {commits}."]
@@ -113,9 +111,10 @@ def by_seed(found: Found) -> list[tuple[Trial, list[Result]]]:
     return sorted(groups.values(), key=lambda group: order.index(group[0].corpus.name))
 
 
-def perplexities(kept: Sequence[Result], key: str = "perplexity", digits: int = 2) -> list[str]:
+def perplexities(kept: Sequence[Result]) -> list[str]:
     """A cell per length, whole documents last."""
-    return [mean([result["lengths"].get(length, {}).get(key) for result in kept], digits) for length in LENGTH_KEYS]
+    keys = [*map(str, LENGTHS), WHOLE]
+    return [mean([result["lengths"].get(length, {}).get("perplexity") for result in kept]) for length in keys]
 
 
 def mean(values: Sequence[float | None], digits: int = 2) -> str:

@@ -35,7 +35,6 @@ class Corpus:
     """Hashes of the vocabulary and of both splits' tokens, which are the same wherever the text was prepared."""
     held_out_tokens: int
     train_tokens: int
-    train_bytes: int
     held_out: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes of text) of every held-out document, in order."""
 
@@ -118,7 +117,6 @@ def _corpus(folder: Path) -> Corpus:
         identity={"tokenizer": manifest.tokenizer["hash"], **tokens},
         held_out_tokens=manifest.splits[HELD_OUT]["tokens"],
         train_tokens=manifest.splits[TRAIN]["tokens"],
-        train_bytes=manifest.splits[TRAIN]["bytes"],
         held_out=tuple(zip(held_out.lengths.tolist(), held_out.document_bytes.tolist(), strict=True)),
     )
 
