@@ -83,6 +83,17 @@ def test_decoding_by_such_products(family: str, monkeypatch: pytest.MonkeyPatch)
         assert torch.isfinite(decoder.step(tokens[:, 0])).all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gss-hybrid", "gss2", "transformer", "dss"])
+def test_a_large_model_whose_parameters_are_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_MANY_PARAMETERS", 0)
+    model, tokens = gss.build_model(small_config(family)).bfloat16(), torch.randint(0, 61, (2, 30))
+    decoder = Decoder(model, model.initial_state(2))
+    logits = torch.stack([decoder.step(tokens[:, i]) for i in range(30)], dim=1)
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits.float(), model(tokens)[0].float()) < 0.05
+
+
 def test_which_modules_are_packed() -> None:
     assert isinstance(packed_twin(nn.Embedding(5, 128), 8), QuantizedEmbedding)
     for layer, bits in ((nn.Linear(64, 512), 8), (nn.Linear(512, 128), 8), (nn.Linear(192, 256), 4)):

@@ -49,7 +49,7 @@ def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelSta
             values = (_blocks(tensors[own]) * scale[:, None]).flatten()
             tensors[own] = values[: tensors[own].numel()].view(tensors[own].shape)
         return ModelState.from_named(tensors).to(device)
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold a model's state: {error}") from None
 
 
