@@ -58,9 +58,7 @@ class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
     prompt: str | Texts | TokenIds | ManyTokenIds = Field("", description="Texts, or token ids, read exactly as given.")
-    max_tokens: int | None = Field(
-        None, ge=0, lt=2**31, description="Most tokens to produce; 16 by default, 0 needs echo."
-    )
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="16 by default; 0 needs echo.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
