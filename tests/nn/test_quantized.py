@@ -16,6 +16,7 @@ from gss.ops import cpu, fast
 from gss.ops.products import BITS, MOST_ROWS, Packed, linear, pack, unpacked
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
+from tests.making import save_run
 
 # The root of a group's mean square error, of its largest weight: half a step of rounding, or of bf16's last bit.
 ROUNDING = {16: 2.0**-9, 8: 0.5 / 128, 4: 0.5 / 8}
@@ -128,6 +129,16 @@ def test_a_quantized_run(tmp_path: Path, weights: str, error: float) -> None:
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
     assert plain.state_dict().keys() == whole.model.state_dict().keys()
     assert size < {"bf16": 15.8e6, "int8": 9e6, "int4": 7.2e6}[weights]  # state spaces, norms and biases stay float32
+
+
+def test_a_quantized_run_with_a_first_state(tmp_path: Path) -> None:
+    whole = gss.load()
+    whole.model.start_from(whole.read("Once upon a time"))
+    save_run(whole.model, tmp_path / "run", whole.tokenizer)
+    folder = quantize_run(tmp_path / "run", tmp_path / "int8", "int8")
+    packed, plain = gss.load(folder), gss.load(folder, weights="fp32")
+    assert torch.equal(plain.model.initial_state(1).position, whole.model.initial_state(1).position)
+    assert plain.generate(" there", max_tokens=3, temperature=0) == packed.generate(" there", max_tokens=3, temperature=0)
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
