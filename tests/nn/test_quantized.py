@@ -138,7 +138,9 @@ def test_a_quantized_run_with_a_first_state(tmp_path: Path) -> None:
     folder = quantize_run(tmp_path / "run", tmp_path / "int8", "int8")
     packed, plain = gss.load(folder), gss.load(folder, weights="fp32")
     assert torch.equal(plain.model.initial_state(1).position, whole.model.initial_state(1).position)
-    assert plain.generate(" there", max_tokens=3, temperature=0) == packed.generate(" there", max_tokens=3, temperature=0)
+    assert plain.generate(" there", max_tokens=3, temperature=0) == packed.generate(
+        " there", max_tokens=3, temperature=0
+    )
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
