@@ -166,8 +166,7 @@ class Decoder(BlockedDecoder):
     @torch.no_grad()
     def advance(self) -> Draw:
         # Reading several tokens of a row at a time costs little more than one where products of few rows are in C.
-        in_c = self._tokens.device.type == "cpu" and cpu.library() and not torch.is_autocast_enabled("cpu")
-        if not self.speculate or not in_c:
+        if not self.speculate or self._tokens.device.type != "cpu" or cpu.library() is None:
             return self.generate(1)
         if self._block.rows == 1:
             return self._verify(self._lookups[0])
