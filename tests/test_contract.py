@@ -164,6 +164,21 @@ def test_a_state_is_a_value(family: str) -> None:
     assert_equal(state, copies)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("family", EVERY)
+@torch.no_grad()
+def test_a_state_holds_on_to_no_more_memory_than_it_says(family: str, batch: int) -> None:
+    """A cache of states counts what they say, and a view would keep all of a long piece."""
+    model = gss.build_model(small_config(family))
+    tokens = torch.randint(0, 61, (batch, 60))
+    state = None
+    for piece in tokens.split(30, dim=1):
+        _, state = model(piece, state)
+        for layer in state.layers:
+            held = {name: tensor.untyped_storage().nbytes() for name, tensor in layer.items()}
+            assert held == {name: tensor.nbytes for name, tensor in layer.items()}
+
+
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("family", EVERY)
 def test_rows_at_different_positions(family: str, length: int) -> None:

@@ -125,6 +125,9 @@ def test_bad_input() -> None:
     other = gss.build_model(small_config("gss", depth=3))
     with pytest.raises(ValueError, match="another model's"):
         Decoder(model, other.initial_state(1))
+    for wrong in ({"n": 0, "max_tokens": 1}, {"max_tokens": -1}):
+        with pytest.raises(ValueError, match="give n of at least 1 and max_tokens of at least 0"):
+            decode.stream(model, [decode.Request(prompt=[1], **wrong), decode.Request(prompt=[1], max_tokens=1)])
 
 
 @torch.no_grad()

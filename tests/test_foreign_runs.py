@@ -156,6 +156,7 @@ def test_a_manifest_whose_files_are_none(run: Path, files: Any) -> None:
         {"layers.0.length": torch.tensor([3, 2])},
         {name: torch.tensor([3, 500]) for name in ("position", "layers.0.length")},
         {"layers.7.keys": torch.zeros(1)},
+        {"layers.0.keys:scale": torch.tensor(1.0)},
         {"x": torch.zeros(1)},
     ],
 )

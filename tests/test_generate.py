@@ -1,10 +1,14 @@
 """Generation: greedy equals teacher forcing, sampling does what its options say, text comes in whole characters."""
 
+import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gss
 import gss.decode.sampler
@@ -264,6 +268,25 @@ def test_stop_strings() -> None:
     assert "".join(until(["END", "b"], "ab", "END")) == "a"
     assert "".join(until(["END"], "abEN")) == "abEN"
     assert until([], "a", "b") == ["a", "b"]
+
+
+@given(
+    st.text("abc", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.sets(st.integers(1, 11)),
+)
+def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text: str, marks: list[str], cuts: set[int]) -> None:
+    """Speculation gives several tokens at once, and must not change the text."""
+
+    def until(pieces: Iterable[str]) -> str:
+        stop = StopStrings(marks)
+        return "".join(map(stop.push, pieces)) + stop.rest()
+
+    places = [0, *sorted(cuts), len(text)]
+    shown = until(text[start:end] for start, end in itertools.pairwise(places))
+    assert shown == until(text)
+    assert text.startswith(shown)
+    assert not any(mark in shown for mark in marks)
 
 
 def test_generate() -> None:

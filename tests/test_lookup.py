@@ -31,9 +31,11 @@ def test_drafts() -> None:
     assert Lookup().draft(7) == Lookup([1]).draft(7) == []
 
 
-def _outputs(model: gss.LanguageModel, speculate: bool, **request: object) -> tuple[list[int], list[object], int]:
+def _outputs(
+    model: gss.LanguageModel, speculate: bool, precision: str = "auto", **request: object
+) -> tuple[list[int], list[object], int]:
     """Tokens and scores of a continuation, and in how many steps they came."""
-    engine = Engine(model, speculate=speculate)
+    engine = Engine(model, speculate=speculate, precision=precision)
     engine.submit(Request(prompt=PATTERN * 4, max_tokens=100, **request))  # type: ignore[arg-type]
     outputs = list(engine.run())
     joined = itertools.chain.from_iterable
@@ -47,6 +49,14 @@ def test_the_same_tokens(family: str) -> None:
         plain, _, steps = _outputs(model, False, sampling=sampling, seed=7)
         assert steps == len(plain) == 100
         assert _outputs(model, True, sampling=sampling, seed=7)[0] == plain
+
+
+@pytest.mark.parametrize("preset", ["gss-hybrid-tiny", "gss2-tiny", "llama-tiny"])
+def test_the_same_tokens_in_bfloat16(preset: str) -> None:
+    model = gss.build_model(gss.preset(preset, vocab_size=61), seed=1).eval()
+    plain, drafted = (_outputs(model, s, precision="bf16", sampling=Sampling(temperature=0))[0] for s in (False, True))
+    assert len(plain) == 100
+    assert drafted == plain
 
 
 def test_fewer_steps_and_the_same_scores() -> None:

@@ -166,12 +166,12 @@ class StopStrings:
         if self.ended:
             return ""
         held = self._held + piece
-        found = [held.index(mark) for mark in self._marks if mark in held]
-        if found:
-            self.ended = True
-            return held[: min(found)]
-        starts = (size for mark in self._marks for size in range(1, len(mark)) if held.endswith(mark[:size]))
-        shown = len(held) - max(starts, default=0)
+        starts = [(held.index(mark), mark) for mark in self._marks if mark in held]
+        if starts:
+            self.ended = True  # by the one that is whole first, however the text is cut into pieces
+            return held[: min((start + len(mark), start) for start, mark in starts)[1]]
+        begun = (size for mark in self._marks for size in range(1, len(mark)) if held.endswith(mark[:size]))
+        shown = len(held) - max(begun, default=0)
         self._held = held[shown:]
         return held[:shown]
 

@@ -187,6 +187,7 @@ def load(
         model, step = load_model(folder, config, step, mapped=torch.device(device).type != "cpu")
     if weights == "fp32" and is_quantized(model):
         packed, model = model, build_model(model.config).eval()
+        model.start_from(first_state(packed))
         model.load_state_dict(unpacked_state(packed))
     elif weights not in (None, "fp32"):
         quantize(model, weights)

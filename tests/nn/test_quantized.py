@@ -16,6 +16,7 @@ from gss.ops import cpu, fast
 from gss.ops.products import BITS, MOST_ROWS, Packed, linear, pack, unpacked
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
+from tests.making import save_run
 
 # The root of a group's mean square error, of its largest weight: half a step of rounding, or of bf16's last bit.
 ROUNDING = {16: 2.0**-9, 8: 0.5 / 128, 4: 0.5 / 8}
@@ -83,6 +84,17 @@ def test_decoding_by_such_products(family: str, monkeypatch: pytest.MonkeyPatch)
         assert torch.isfinite(decoder.step(tokens[:, 0])).all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gss-hybrid", "gss2", "transformer", "dss"])
+def test_a_large_model_whose_parameters_are_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_MANY_PARAMETERS", 0)
+    model, tokens = gss.build_model(small_config(family)).bfloat16(), torch.randint(0, 61, (2, 30))
+    decoder = Decoder(model, model.initial_state(2))
+    logits = torch.stack([decoder.step(tokens[:, i]) for i in range(30)], dim=1)
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits.float(), model(tokens)[0].float()) < 0.05
+
+
 def test_which_modules_are_packed() -> None:
     assert isinstance(packed_twin(nn.Embedding(5, 128), 8), QuantizedEmbedding)
     for layer, bits in ((nn.Linear(64, 512), 8), (nn.Linear(512, 128), 8), (nn.Linear(192, 256), 4)):
@@ -117,6 +129,18 @@ def test_a_quantized_run(tmp_path: Path, weights: str, error: float) -> None:
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
     assert plain.state_dict().keys() == whole.model.state_dict().keys()
     assert size < {"bf16": 15.8e6, "int8": 9e6, "int4": 7.2e6}[weights]  # state spaces, norms and biases stay float32
+
+
+def test_a_quantized_run_with_a_first_state(tmp_path: Path) -> None:
+    whole = gss.load()
+    whole.model.start_from(whole.read("Once upon a time"))
+    save_run(whole.model, tmp_path / "run", whole.tokenizer)
+    folder = quantize_run(tmp_path / "run", tmp_path / "int8", "int8")
+    packed, plain = gss.load(folder), gss.load(folder, weights="fp32")
+    assert torch.equal(plain.model.initial_state(1).position, whole.model.initial_state(1).position)
+    assert plain.generate(" there", max_tokens=3, temperature=0) == packed.generate(
+        " there", max_tokens=3, temperature=0
+    )
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:

@@ -118,7 +118,7 @@ def app_of(model: gss.LanguageModel, limits: Limits | None = None, **options: An
     from gss.serve.app import create_app
 
     with engine_of(model, queue=limits.queue, **of_engine) as engine:
-        yield create_app(engine, name="tiny", limits=limits, **options)
+        yield create_app(engine, limits=limits, **{"name": "tiny", **options})
 
 
 class Server:

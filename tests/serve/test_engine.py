@@ -11,7 +11,7 @@ import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, generate
 from gss.serve.engine import EngineThread, RefusedError
-from gss.serve.job import Job, Row
+from gss.serve.job import Job, Row, prompt_scores
 from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively, lively_model
@@ -73,7 +73,8 @@ def test_scores(model: gss.LanguageModel) -> None:
     tokens = asked.tokens()
     with torch.no_grad():
         logs = model(torch.tensor([prompt + tokens]))[0][0].log_softmax(-1)
-    scores = [*asked.pieces[0].prompt_scores, *(score for piece in asked.pieces for score in piece.scores)]
+    of_prompt = prompt_scores(engine.tokenizer, prompt, asked.pieces[0].prompt_scores)
+    scores = [*of_prompt, *(score for piece in asked.pieces for score in piece.scores)]
     assert [score.token for score in scores] == prompt + tokens
     assert scores[0].logprob is None
     for position, score in enumerate(scores[1:]):
@@ -191,6 +192,45 @@ def test_a_failure_is_told_and_overcome(model: gss.LanguageModel) -> None:
         after = Asked("x", 5)
         submit(engine, after)
         assert after.wait().tokens() == alone(model, "x", 5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_that_cannot_be_overcome_leaves_nobody_waiting(model: gss.LanguageModel) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with engine_of(model) as engine:
+        engine.core.step = engine.core.reset = broken
+        asked = Asked("x", 10)
+        submit(engine, asked)
+        assert asked.wait(seconds=10).pieces[-1].failure == "internal"
+        engine._thread.join(10)
+        assert not engine.alive
+        with pytest.raises(RefusedError, match="stopping"):
+            submit(engine, Asked("x", 10))
+
+
+def test_stopping_tells_those_who_wait(model: gss.LanguageModel) -> None:
+    with engine_of(model) as engine:
+        asked = Asked("x", 10**5, ignore_eos=True)
+        submit(engine, asked)
+        asked.wait(lambda: bool(asked.pieces))
+    assert asked.wait(seconds=10).pieces[-1].failure == "stopping"
+
+
+def test_a_scored_prompt_is_not_decoded_in_the_engines_thread(
+    model: gss.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token, that takes seconds for a long one, in which nothing else would run."""
+    decoded = []
+    with engine_of(model) as engine:
+        decode = engine.tokenizer.decode
+        monkeypatch.setattr(engine.tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+        asked = Asked([65] * 500, 0, logprobs=0, score_prompt=True)
+        submit(engine, asked)
+        asked.wait()
+    assert len(asked.pieces[0].prompt_scores) == 500
+    assert sum(decoded) < 100
 
 
 def test_many_threads_submit_at_once(model: gss.LanguageModel) -> None:

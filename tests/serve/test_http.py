@@ -74,6 +74,15 @@ def test_defaults_are_openais(client: TestClient) -> None:
     assert client.post("/v1/completions", json={"prompt": "a", **nothing}).status_code == 200
 
 
+def test_defaults_are_within_the_limits(model: gss.LanguageModel) -> None:
+    with app_of(model, Limits(max_tokens=10)) as app:
+        client = TestClient(app)
+        answer = client.post("/v1/completions", json={"prompt": "a", "ignore_eos": True}).json()
+        assert answer["usage"]["completion_tokens"] == 10
+        messages = [{"role": "user", "content": "Hello"}]
+        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+
+
 def test_prompts_of_every_kind(client: TestClient, model: gss.LanguageModel) -> None:
     texts = ["Hello", "", "naïve — 🙂"]
     expected = [text_of(alone(model, text, 8)) for text in texts]
@@ -230,6 +239,8 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     for wrong in ({"messages": []}, {"messages": [{"role": "cat", "content": "x"}]}, {"tools": []}):
         assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
+    most = [chr(0x4E00 + place) for place in range(LIMITS.stop)]
+    assert client.post("/v1/chat/completions", json={**body, "stop": most}).status_code == 200
     short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
     assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
 
@@ -296,6 +307,12 @@ def test_models(client: TestClient) -> None:
     assert client.get("/v1/models/tiny").json() == card
     assert card["id"] == "tiny"
     assert client.get("/v1/models/another").status_code == 404
+
+
+def test_a_name_with_a_slash(model: gss.LanguageModel) -> None:
+    with app_of(model, name="group/tiny") as app:
+        client = TestClient(app)
+        assert client.get("/v1/models/group/tiny").json()["id"] == "group/tiny"
 
 
 def test_tokens(client: TestClient) -> None:

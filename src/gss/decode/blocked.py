@@ -141,7 +141,9 @@ class Decoder(BlockedDecoder):
         super().__init__(model, block)
         device = model.device
         model.check_state(state, state.batch)
-        if device.type == "cpu" and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS:
+        # Packed, weights in bfloat16 are those of a quantized model, whose activations are float32.
+        plain = device.type == "cpu" and model.norm.weight.dtype != torch.bfloat16
+        if plain and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS:
             model = replaced(model, {module: twin for module in model.modules() if (twin := packed_twin(module))})
         self._model = model
         self._block.join(state.batch)

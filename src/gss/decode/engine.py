@@ -129,6 +129,10 @@ class Engine:
         tokens = torch.from_numpy(np.asarray(request.prompt, dtype=np.int64)).unsqueeze(0)
         if not tokens.numel():
             raise ValueError("there is nothing to read: give at least one token")
+        if request.n < 1 or request.max_tokens < 0:
+            raise ValueError(
+                f"give n of at least 1 and max_tokens of at least 0, not {request.n} and {request.max_tokens}"
+            )
         self.model.check_tokens(tokens)
         if request.state is not None:
             self.model.check_state(request.state, 1)

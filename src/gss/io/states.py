@@ -52,7 +52,7 @@ def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelSta
             values = tensors[own].numpy().reshape(-1) * np.repeat(scale[: -(-count // _BLOCK)], _BLOCK)[:count]
             tensors[own] = torch.from_numpy(values).view(tensors[own].shape)
         return ModelState.from_named(tensors).to(device)
-    except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold a model's state: {error}") from None
 
 

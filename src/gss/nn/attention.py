@@ -152,7 +152,7 @@ class TransformerBlock(SequenceLayer):
         nothing = keys.new_zeros(len(keys), window, *keys.shape[2:])
         old_keys, old_values = (state["keys"], state["values"]) if state else (nothing, nothing)
         keys, values = torch.cat([old_keys.to(keys), keys], dim=1), torch.cat([old_values.to(values), values], dim=1)
-        kept = keys[:, length:], values[:, length:]
+        kept = keys[:, length:].clone(), values[:, length:].clone()  # a state holds on to no more than its own tokens
         if length > 1 and _flash_can(queries, keys, values) and _has_whole_windows(state, window, length):
             empty = 0 if state else window  # slots before the first token of a sequence
             return _flash_window(queries, keys[:, empty:], values[:, empty:], window), *kept

@@ -135,7 +135,8 @@ class ShortConvolution(nn.Module):
         length = x.shape[1]
         y = sum(known[:, before - k : before - k + length] * tap.to(x.dtype) for k, tap in enumerate(self.taps))
         assert isinstance(y, Tensor)
-        return y, {"recent": known[:, length:].to(state_dtype(self.taps.dtype))} if keep_state else {}
+        # A copy, so that a state does not hold on to the whole piece.
+        return y, {"recent": known[:, length:].to(state_dtype(self.taps.dtype), copy=True)} if keep_state else {}
 
     def kept(self, x: Tensor, recent: Tensor | None) -> Tensor:
         """The tokens that `forward` keeps for the next piece."""

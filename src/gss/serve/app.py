@@ -127,7 +127,7 @@ def _add_facts(app: FastAPI, service: Service, facts: dict[str, Any]) -> None:
         """The models that are served: one."""
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model}", response_model=schemas.ModelCard, responses=schemas.ERRORS)
+    @app.get("/v1/models/{model:path}", response_model=schemas.ModelCard, responses=schemas.ERRORS)
     async def model(model: str) -> Any:
         """The model that is served."""
         service.check_model(model)

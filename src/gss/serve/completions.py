@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 from fastapi import Request
 
 from gss.data import Tokenizer
+from gss.decode.request import Score
 from gss.generate import first_state, prompt_ids
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.http import ApiError, to_json
-from gss.serve.job import Failure, Job, Piece
+from gss.serve.job import Failure, Job, Piece, prompt_scores
 from gss.serve.schemas import CompletionRequest
 
 _later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
@@ -93,7 +94,8 @@ class ActiveCompletion:
         self._arrived = time.monotonic()
         self._first_at: float | None = None
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._n, self._max_tokens = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        usual = min(256 if chat else 16, service.limits.max_tokens)
+        self._n, self._max_tokens = body.n or 1, usual if body.max_tokens is None else body.max_tokens
         self._stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         self._prompts: list[Prompt] = []
         self._jobs: list[Job] = []
@@ -144,7 +146,7 @@ class ActiveCompletion:
         _check("n", self._n, min(limits.n, self._engine.rows))
         _check("max_tokens", self._max_tokens, limits.max_tokens)
         _check("logprobs", body.logprobs or 0, limits.logprobs)
-        _check("stop", len(stop), limits.stop, "strings")
+        _check("stop", len(stop) - self._chat, limits.stop, "strings")  # without the chat's own
         _check("stop", max(map(len, stop), default=0), limits.stop_characters, "characters")
         for param in ("best_of", "presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
             if getattr(body, param) and not (param == "best_of" and body.best_of == self._n):
@@ -263,10 +265,7 @@ class ActiveCompletion:
                     raise _FAILURES[piece.failure]()
                 prompt = self._prompts[number]
                 if piece.prompt_scores:
-                    scores = piece.prompt_scores[prompt.added :]
-                    first = await beside(
-                        len(scores), partial(self._choice, number, Piece(0, prompt.text, scores=scores))
-                    )
+                    first = await beside(len(prompt.ids), partial(self._echoed, number, piece.prompt_scores))
                     yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                     continue
                 if self._first_at is None:
@@ -284,6 +283,12 @@ class ActiveCompletion:
             key = number, piece.index, piece.failure, bool(piece.prompt_scores)
             found[key] = number, found[key][1].followed_by(piece) if key in found else piece
         return found.values()
+
+    def _echoed(self, number: int, scores: Sequence[Score]) -> dict[str, Any]:
+        """A prompt with its scores."""
+        prompt = self._prompts[number]
+        scored = prompt_scores(self._engine.tokenizer, prompt.ids, scores)[prompt.added :]
+        return self._choice(number, Piece(0, prompt.text, scores=scored))
 
     def _choice(self, number: int, piece: Piece, base: int = 0) -> dict[str, Any]:
         """A piece of one of a prompt's continuations; `base` is where its text starts."""

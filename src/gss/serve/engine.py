@@ -21,7 +21,7 @@ from gss.data import Tokenizer
 from gss.decode import Output
 from gss.model import LanguageModel
 from gss.precision import running
-from gss.serve.job import Failure, Job, Piece, Row, prompt_scores
+from gss.serve.job import Failure, Job, Piece, Row
 from gss.serve.metrics import Metrics
 
 log = logging.getLogger("gss.serve")
@@ -139,23 +139,29 @@ class EngineThread:
     # ---- the engine's own thread
 
     def _run(self) -> None:
-        with running(self.model, self.precision):  # all along: weights are rounded once, not at every step
-            while True:
-                with self._lock:
-                    self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
-                    if self._stopping:
-                        return
-                    taken, self._inbox = self._inbox, []
-                try:
-                    for job in taken:
-                        job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
-                        self.core.submit(job)
-                    self._turn()
-                except Exception:
-                    log.exception("the engine failed; every request that it was working on is given up")
-                    self._give_up()
+        try:
+            with running(self.model, self.precision):  # all along: weights are rounded once, not at every step
+                while not self._stopping:
+                    try:
+                        self._turn()
+                    except Exception:
+                        log.exception("the engine failed; every request that it was working on is given up")
+                        try:
+                            self.core.reset()
+                        finally:
+                            self._give_up("internal")
+        finally:  # also where a broken device lets nothing begin anew
+            with self._lock:
+                self._stopping = True
+            self._give_up("stopping")
 
     def _turn(self) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
+            taken, self._inbox = self._inbox, []
+        for job in taken:
+            job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
+            self.core.submit(job)
         self._drop_unwanted()
         core, metrics = self.core, self.metrics
         if core.admit() and (self._reading_ahead <= 0 or not core.running):
@@ -199,8 +205,7 @@ class EngineThread:
             job, index = output.request, output.index
             assert isinstance(job, Job)
             if output.prompt_scores is not None:
-                scores = prompt_scores(self.tokenizer, job.prompt, output.prompt_scores)
-                self._posts.append((job, Piece(0, prompt_scores=scores)))
+                self._posts.append((job, Piece(0, prompt_scores=output.prompt_scores)))
                 continue
             begun = (job, index) in self._running
             if not begun:
@@ -242,15 +247,14 @@ class EngineThread:
                 self._lock.notify_all()
             self._over = set()
 
-    def _give_up(self) -> None:
-        """After an error that is the engine's own: tell every job, and begin anew."""
+    def _give_up(self, failure: Failure) -> None:
+        """Fail every job."""
         with self._lock:
-            self._posts = [(job, Piece(0, failure="internal")) for job in self._outstanding if not job.cancelled]
+            self._posts = [(job, Piece(0, failure=failure)) for job in self._outstanding if not job.cancelled]
             self._inbox.clear()
             self._outstanding.clear()
             self._lock.notify_all()
         self._running = {}
-        self.core.reset()
         self._deliver()
 
 

@@ -35,7 +35,7 @@ class Piece:
     scores: tuple[TokenScore, ...] = ()
     finish: Finish | None = None
     failure: Failure | None = None  # set on a job's last piece when it could not be completed
-    prompt_scores: tuple[TokenScore, ...] = ()
+    prompt_scores: Sequence[Score] = ()  # what the function below makes readable
 
     def followed_by(self, later: "Piece") -> "Piece":
         """Two pieces of one continuation as one."""

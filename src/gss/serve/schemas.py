@@ -58,7 +58,7 @@ class CompletionRequest(SamplingRequest):
     """OpenAI's completions, and what else the sampler knows."""
 
     prompt: str | Texts | TokenIds | ManyTokenIds = Field("", description="Texts, or token ids, read exactly as given.")
-    max_tokens: int | None = Field(16, ge=0, lt=2**31, description="Most tokens to produce; 0 needs echo.")
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="16 by default; 0 needs echo.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
@@ -99,7 +99,7 @@ class ChatRequest(SamplingRequest):
         return CompletionRequest(
             **given,
             prompt="\n\n".join([*turns, "Assistant:"]),
-            max_tokens=self.max_completion_tokens or self.max_tokens or 256,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=["\nUser:", *stop],
             stream_options=self.stream_options,
         )
@@ -161,7 +161,7 @@ _STATUSES = {
     413: "The body is too large.",
     415: "The body is not application/json.",
     429: "The queue is full: try again later.",
-    503: "The server is about to stop.",
+    503: "The server is about to stop, or has too many large bodies under way.",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error, "description": about} for status, about in _STATUSES.items()

@@ -73,6 +73,5 @@ export function explain(error) {
   const said = error.message.charAt(0).toUpperCase() + error.message.slice(1);
   if (error.status === 401) return key ? "The server does not know this API key." : "This server asks for an API key.";
   if (error.status === 429) return `The server is busy. Try again in ${error.after || 1} s.`;
-  if (error.status === 503) return "The server is about to stop and takes no new text.";
   return `${said}.`.replace("..", ".");
 }
