@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import gss
 from gss.data import Dataset
 from gss.evaluation import evaluate, windows
+from gss.scoring import token_scores
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.making import dataset_from_arrays
@@ -102,6 +103,16 @@ def test_carried_documents_equal_whole_forwards_in_float32(family: str) -> None:
         logits = model(torch.cat([torch.tensor([EOS]), tokens])[None])[0][0]
     expected = F.cross_entropy(logits, torch.cat([tokens, torch.tensor([EOS])]))
     assert relative_error(torch.tensor(loss), expected) < 1e-4
+
+
+@torch.no_grad()
+def test_scores_of_narrow_logits_are_added_up_in_float32() -> None:
+    model = gss.build_model(small_config("gss")).bfloat16()
+    hidden, targets = torch.randn(50, 16).bfloat16(), torch.randint(0, 61, (50,))
+    scores, likeliest = token_scores(model, hidden, targets)
+    logits = model.logits(hidden).double()
+    assert torch.allclose(scores, logits.log_softmax(-1)[range(50), targets], rtol=0, atol=1e-5)
+    assert torch.equal(likeliest, logits.argmax(-1) == targets)
 
 
 def test_leaves_the_model_as_it_was(dataset: Dataset) -> None:
