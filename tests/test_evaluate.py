@@ -131,10 +131,14 @@ def test_scores_of_narrow_logits_are_added_up_in_float32() -> None:
 
 
 def test_leaves_the_model_as_it_was(dataset: Dataset) -> None:
-    model = gss.build_model(small_config("gss")).train()
-    seen = []
-    evaluate(model, dataset, [16], report=lambda done, total: seen.append((done, total)))
-    assert model.training
+    """In training or not; its dropout is off either way."""
+    model = gss.build_model(small_config("gss2", dropout=0.5))
+    losses, seen = set(), []
+    for training in (True, False):
+        model.train(training)
+        losses.add(evaluate(model, dataset, [16], report=lambda *counts: seen.append(counts)).rows[0].loss)
+        assert model.training == training
+    assert len(losses) == 1
     assert seen[-1] == (192, 192)
 
 
