@@ -120,6 +120,17 @@ def test_any_seed_will_do(corpus: Path) -> None:
         assert all(map(math.isfinite, _losses(small_config(seed=seed), dataset, 1)))
 
 
+def test_dropout_is_drawn_anew_for_every_seed_and_step(corpus: Path) -> None:
+    losses = set()
+    for seed in (1, 2):
+        config = small_config("gss2", model__dropout=0.5, model__zero_outputs=False, seed=seed)
+        batch = as_tensors(Segments(open_dataset(corpus, "train"), config.length, config.rows).batch(0))
+        for step in (0, 1):
+            stepper = Stepper(build_model(config.model, seed=0), config, World(torch.device("cpu")))
+            losses.add(stepper.step(batch, step).loss.item())
+    assert len(losses) == 4
+
+
 def test_activation_checkpointing_changes_nothing(corpus: Path) -> None:
     dataset = open_dataset(corpus, "train")
     for batching in ("segments", "lanes"):
