@@ -65,6 +65,9 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
         model.hidden(tokens, starts=starts)
     with pytest.raises(ValueError, match="packed rows carry no state"):
         model.hidden(tokens, model.initial_state(1), keep_state=False, starts=starts)
+    model.start_from(model.initial_state(1))
+    with pytest.raises(ValueError, match="read from empty states, and this model starts from another"):
+        model.hidden(tokens, keep_state=False, starts=starts)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import gss
 from gss.data import Dataset
-from gss.evaluation import evaluate, windows
+from gss.evaluation import evaluate, reachable_lengths, windows
+from gss.scoring import token_scores
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.making import dataset_from_arrays
@@ -84,12 +85,27 @@ def test_positions_words_bytes_and_errors(dataset: Dataset) -> None:
 
 
 def test_a_limit_cuts_the_same_targets_for_every_length(dataset: Dataset) -> None:
+    dataset.document_words = np.array([10, 17, 1, 4])
+    dataset.document_bytes = np.array([400, 170, 1, 200])
     model = gss.build_model(small_config("gss")).double()
     result = evaluate(model, dataset, [8, 32, None], max_tokens=100)
     assert [row.tokens for row in result.rows] == [100, 100, 100]
     assert result.documents == 2
     expected = plain_losses(model, dataset, 8)
     assert result.rows[0].loss * 100 == pytest.approx(sum(expected[0]) + sum(expected[1][:9]))  # 91 with its eos
+    nats = result.rows[0].loss * 100
+    assert result.rows[0].word_perplexity == pytest.approx(math.exp(nats / (10 + 17 * 9 / 34)))
+    assert result.rows[0].bits_per_byte == pytest.approx(nats / math.log(2) / (400 + 170 * 9 / 34))
+
+
+def test_default_lengths_are_those_that_a_model_reaches() -> None:
+    dataset = dataset_from_arrays([[1] * 70_000, [1] * 600], vocab_size=61, eos_id=EOS)
+    bounded, growing = (gss.build_model(small_config(family)) for family in ("gss", "llama"))
+    assert reachable_lengths(bounded, dataset, None) == [512, 4096, 16_384, 65_536]
+    assert reachable_lengths(bounded, dataset, 5000) == [512, 4096]
+    assert reachable_lengths(bounded, dataset, 300) == [300]
+    assert reachable_lengths(growing, dataset, None) == reachable_lengths(growing, dataset, None, 512) == [512, 4096]
+    assert reachable_lengths(growing, dataset, None, 16_384) == [512, 4096, 16_384]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -104,11 +120,25 @@ def test_carried_documents_equal_whole_forwards_in_float32(family: str) -> None:
     assert relative_error(torch.tensor(loss), expected) < 1e-4
 
 
+@torch.no_grad()
+def test_scores_of_narrow_logits_are_added_up_in_float32() -> None:
+    model = gss.build_model(small_config("gss")).bfloat16()
+    hidden, targets = torch.randn(50, 16).bfloat16(), torch.randint(0, 61, (50,))
+    scores, likeliest = token_scores(model, hidden, targets)
+    logits = model.logits(hidden).double()
+    assert torch.allclose(scores, logits.log_softmax(-1)[range(50), targets], rtol=0, atol=1e-5)
+    assert torch.equal(likeliest, logits.argmax(-1) == targets)
+
+
 def test_leaves_the_model_as_it_was(dataset: Dataset) -> None:
-    model = gss.build_model(small_config("gss")).train()
-    seen = []
-    evaluate(model, dataset, [16], report=lambda done, total: seen.append((done, total)))
-    assert model.training
+    """In training or not; its dropout is off either way."""
+    model = gss.build_model(small_config("gss2", dropout=0.5))
+    losses, seen = set(), []
+    for training in (True, False):
+        model.train(training)
+        losses.add(evaluate(model, dataset, [91], report=lambda *counts: seen.append(counts)).rows[0].loss)
+        assert model.training == training
+    assert len(losses) == 1
     assert seen[-1] == (192, 192)
 
 

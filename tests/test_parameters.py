@@ -83,19 +83,19 @@ def test_state_bytes_are_the_state(family: str, length: int) -> None:
 
 
 def test_flops() -> None:
-    config = gss.preset("transformer", depth=1)
-    dense = 2 * (12 * 1024**2 + 32_000 * 1024)
+    config = gss.preset("transformer", depth=2)
+    dense = 2 * (2 * 12 * 1024**2 + 32_000 * 1024)
     assert account(config, 4096).flops["dense"] == dense
-    attention = 4 * 1024 * 4097 / 2  # scores and values over half of the sequence
+    attention = 2 * 4 * 1024 * 4097 / 2  # scores and values over half of the sequence
     assert flops_per_token(config, 4096) == dense + attention
-    chunked = gss.preset("transformer", depth=1, attention={"chunk": 512})
+    chunked = gss.preset("transformer", depth=2, attention={"chunk": 512})
     assert flops_per_token(chunked, 4096) == flops_per_token(config, 512)
-    sliding = gss.preset("transformer", depth=1, attention={"sliding": 512})
+    sliding = gss.preset("transformer", depth=2, attention={"sliding": 512})
     keys = (512 * 513 / 2 + (4096 - 512) * 512) / 4096
-    assert flops_per_token(sliding, 4096) == dense + 4 * 1024 * keys
+    assert flops_per_token(sliding, 4096) == dense + 2 * 4 * 1024 * keys
     assert flops_per_token(sliding, 300) == flops_per_token(config, 300)
-    gated = gss.preset("transformer", depth=1, feedforward="gated")
-    assert account(gated).flops["dense"] == dense + 2 * 1024 * 4096
+    gated = gss.preset("transformer", depth=2, feedforward="gated")
+    assert account(gated).flops["dense"] == dense + 2 * 2 * 1024 * 4096
 
 
 def test_presets_are_listed() -> None:

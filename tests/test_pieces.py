@@ -88,6 +88,15 @@ def test_both_runs_of_a_piece_drop_the_same_activations() -> None:
     """Then the gradient is the slope of the loss that the same seed gives, along any direction."""
     model = _model("rec-fixed-skip", dropout=0.3)
     tokens, targets, mask, _ = _given(model)
+    dropped: list[Tensor] = []
+    dropout = model.get_submodule("layers.0.block.feedforward.dropout")
+    hook = dropout.register_forward_hook(lambda _, __, output: dropped.append(output == 0))
+    pieces.backward(model, tokens, targets, mask, piece_tokens=9)
+    hook.remove()
+    _gradients(model, None)
+    first, second, third, _, *again = dropped  # three are run for their states, then all from the last one on
+    assert all(torch.equal(*pair) for pair in zip((first, second, third), reversed(again), strict=True))
+    assert not torch.equal(first, second)
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)

@@ -49,7 +49,7 @@ def test_a_run_in_fp8_is_near_bf16_and_resumes_to_the_bit(
     products_in_fp8(monkeypatch)
     straight = run(_config(report__evaluate_every=2), corpus, tmp_path / "straight")
     half = run(_config(precision="bf16"), corpus, tmp_path / "bf16")
-    assert straight != half
+    assert straight not in (half, run(_config(precision="fp32"), corpus, tmp_path / "fp32"))
     assert straight == pytest.approx(half, abs=0.02)
     assert half[0] - half[-1] > 0.1
     run(_config(steps=2), corpus, tmp_path / "stopped")

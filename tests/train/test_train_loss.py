@@ -105,6 +105,8 @@ def test_bf16_autocast_keeps_the_loss_in_float32() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     assert torch.allclose(loss, _plain(weight, hidden, targets, mask), rtol=0.02)
+    half = weight.bfloat16()
+    assert next_token_loss(lambda x: x @ half.T, half, hidden.bfloat16(), targets, mask).dtype == torch.float32
 
 
 def test_a_head_whose_gradient_needs_its_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,13 @@ def test_stacked_layers_say_so() -> None:
     model = build_model(small_config("gss-hybrid").model)
     blocks = {name: module.blocks for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name.rpartition(".")[2]: count for name, count in blocks.items() if count > 1} == {"query_key_value": 3}
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", learning_rate=0.01, weight_decay=0.0))
+    weight = next(module.weight for module in model.modules() if getattr(module, "blocks", 1) == 3)
+    before, weight.grad = weight.detach().clone(), torch.randn_like(weight)
+    optimizer.step()
+    for moved, block in zip((weight - before).chunk(3), weight.grad.chunk(3), strict=True):
+        size = 0.01 * 0.2 * max(block.shape) ** 0.5
+        torch.testing.assert_close(moved, -size * orthogonal(block.unsqueeze(0))[0], rtol=1e-3, atol=1e-6)
 
 
 def test_nothing_is_kept_of_weights_that_lora_computes() -> None:

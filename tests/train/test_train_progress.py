@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from train_runs import small_config
 
+from gss.accounting import flops_per_token
 from gss.config import override
 from gss.data import open_dataset
 from gss.io.runs import read_metrics, training_summary
@@ -36,11 +37,14 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(loop.Stepper, "step", taking(1.0, loop.Stepper.step))
     monkeypatch.setattr(loop, "validation_losses", taking(100.0, loop.validation_losses))
     monkeypatch.setattr(loop.checkpoint, "save", taking(100.0, loop.checkpoint.save))
+    monkeypatch.setattr(loop, "matmul_rate", lambda *_: 1e9)
     config = small_config("gss", steps=13, report__log_every=5, report__evaluate_every=3, checkpoint__every=4)
     train(config, corpus, tmp_path / "run", quiet=True)
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert len(rows) == 13
     assert all(row["tokens_per_second"] == pytest.approx(config.batch_tokens) for row in rows)
+    flops = 3 * flops_per_token(config.model, config.length)  # a backward pass costs two forward passes
+    assert all(row["mfu"] == pytest.approx(config.batch_tokens * flops / 1e9) for row in rows)
 
 
 def test_a_run_in_three_figures() -> None:

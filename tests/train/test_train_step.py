@@ -12,6 +12,7 @@ from train_runs import FAMILIES, small_config, window_config
 from gss.data import Batch, Dataset, Segments, as_tensors, open_dataset
 from gss.model import build_model
 from gss.nn.state_space import DiagonalStateSpace
+from gss.pieces import accumulate
 from gss.presets import PRESETS, preset
 from gss.training import loop
 from gss.training.config import TrainConfig
@@ -71,7 +72,12 @@ def test_micro_batches_of_transformers_on_windows(corpus: Path, family: str) -> 
     )
 
 
-def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(corpus: Path) -> None:
+def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+    place = "gss.training.step.accumulate"
+    monkeypatch.setattr(place, lambda *given: shapes.append(given[2][0].tokens.shape) or accumulate(*given))
     dataset = open_dataset(corpus, "train")
     long = as_tensors(Segments(dataset, 64, 3).batch(0))
     whole, micro = (
@@ -81,6 +87,7 @@ def test_longer_rows_are_cut_into_micro_batches_of_their_own_length(corpus: Path
     found = _stepper(micro, torch.float64).step(long, 0)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-10)
     assert found.gradient_norm.item() == pytest.approx(expected.gradient_norm.item(), rel=1e-10)
+    assert shapes == [(3, 64), *[(1, 64)] * 3]
 
 
 def test_the_loss_is_the_mean_over_counted_targets(corpus: Path) -> None:
@@ -118,6 +125,17 @@ def test_any_seed_will_do(corpus: Path) -> None:
     dataset = open_dataset(corpus, "train")
     for seed in (-(10**9), 10**18):
         assert all(map(math.isfinite, _losses(small_config(seed=seed), dataset, 1)))
+
+
+def test_dropout_is_drawn_anew_for_every_seed_and_step(corpus: Path) -> None:
+    losses = set()
+    for seed in (1, 2):
+        config = small_config("gss2", model__dropout=0.5, model__zero_outputs=False, seed=seed)
+        batch = as_tensors(Segments(open_dataset(corpus, "train"), config.length, config.rows).batch(0))
+        for step in (0, 1):
+            stepper = Stepper(build_model(config.model, seed=0), config, World(torch.device("cpu")))
+            losses.add(stepper.step(batch, step).loss.item())
+    assert len(losses) == 4
 
 
 def test_activation_checkpointing_changes_nothing(corpus: Path) -> None:
