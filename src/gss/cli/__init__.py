@@ -43,30 +43,35 @@ def _options(
     """Long-range language models built on Gated State Spaces."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "presets": models.presets_command,
-    "params": models.params_command,
-    "prepare": data.prepare_command,
-    "merge": data.merge_command,
-    "data": data.data_command,
-    "eval": evaluate.evaluate_command,
-    "generate": text.generate_command,
-    "serve": text.serve_command,
-    "train": train.train_command,
-    "settings": models.settings_command,
-    "read": text.read_command,
-    "bench": measure.bench_command,
-    "export": models.export_command,
-    "import": models.import_command,
-    "quantize": models.quantize_command,
-    "quickstart": train.quickstart_command,
-    "report": measure.report_command,
-    "reproduce": measure.reproduce_command,
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "First steps": {"quickstart": train.quickstart_command},
+    "Data": {"prepare": data.prepare_command, "data": data.data_command, "merge": data.merge_command},
+    "Training": {
+        "train": train.train_command,
+        "presets": models.presets_command,
+        "settings": models.settings_command,
+        "params": models.params_command,
+    },
+    "Using a model (without a run: the bundled one)": {
+        "generate": text.generate_command,
+        "serve": text.serve_command,
+        "read": text.read_command,
+        "export": models.export_command,
+        "import": models.import_command,
+        "quantize": models.quantize_command,
+    },
+    "Measuring": {
+        "eval": evaluate.evaluate_command,
+        "report": measure.report_command,
+        "bench": measure.bench_command,
+        "reproduce": measure.reproduce_command,
+    },
 }
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(data.tokenizer_app, name="tokenizer")
-app.add_typer(evaluate.probe_app, name="probe")
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+app.add_typer(data.tokenizer_app, name="tokenizer", rich_help_panel="Data")
+app.add_typer(evaluate.probe_app, name="probe", rich_help_panel="Measuring")
 
 
 def main() -> None:

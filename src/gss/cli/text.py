@@ -50,12 +50,12 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 def generate_command(
     run: Run = None,
     prompt: Annotated[str, Option(help="The text to continue; - reads standard input. Empty: a new document.")] = "",
-    prompts: Annotated[Path | None, Option(help='A file of prompts, one to a line: text, or {"prompt": …}.')] = None,
+    prompts: Annotated[Path | None, Option(help='A file of prompts (or -), on lines: text, or {"prompt": …}.')] = None,
     state: State = None,
-    tokens: Annotated[int, Option(min=1, help="Maximum number of tokens to produce.")] = 200,
+    tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of tokens to produce.")] = 200,
     seed: Annotated[int, Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, Option(help="Stop before this text; repeatable.")] = None,
-    samples: Annotated[int, Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
+    samples: Annotated[int, Option(min=1, metavar="N", help="Number of texts per prompt, from consecutive seeds.")] = 1,
     as_json: Annotated[bool, Option("--json", help="Print a JSON object per text, one to a line.")] = False,
     echo: Annotated[bool, Option(help="Print the prompt before its continuation.")] = True,
     step: Step = None,
@@ -63,7 +63,9 @@ def generate_command(
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
+    threads: Annotated[
+        int | None, Option(min=1, metavar="N", help="CPU threads. Default: all; 1 for a small model.")
+    ] = None,
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, each printed when it is done."""
@@ -117,7 +119,7 @@ def _print(
 
 
 def read_command(
-    book: Annotated[str, Argument(help="A text file; - reads standard input.")],
+    book: Annotated[Path, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
     out: Annotated[Path, Option(help="The file to write, for --state.")] = Path("state.safetensors"),
     state: State = None,
@@ -129,7 +131,7 @@ def read_command(
     """Read a document once and keep what the model remembers of it: a state, which texts can start from."""
     from gss.io.devices import pick_device
 
-    text = _standard_input() if book == "-" else _text_of(Path(book))
+    text = _text_of(book)
     lm = gss.load(run, step=step, device=pick_device(device), state=state)
     with share_bar("reading") as show:
         after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))
@@ -160,20 +162,26 @@ def _utf8(text: str, what: str) -> str:
 
 
 def _text_of(path: Path) -> str:
-    return _utf8(path.read_text("utf-8", "surrogateescape"), str(path))
+    """The text of a file, or of standard input, with line ends as everywhere and without a byte-order mark."""
+    if str(path) == "-":
+        return _standard_input()
+    text = _utf8(path.read_text("utf-8-sig", "surrogateescape"), str(path))
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
 
 
 def _standard_input() -> str:
     text = _utf8(sys.stdin.buffer.read().decode("utf-8", "surrogateescape"), "the prompt on standard input")
     if not text:
-        raise ValueError("standard input is empty: pipe a prompt in, or leave out --prompt to start a new document")
+        raise ValueError("standard input is empty: pipe a text in; without a prompt, a new document starts")
     return text
 
 
 def _prompts_file(path: Path) -> list[str]:
     """A prompt from each line that is not empty: an object's `prompt`, or the line as it is."""
     prompts = []
-    for number, line in enumerate(_text_of(path).splitlines(), 1):
+    for number, line in enumerate(_text_of(path).split("\n"), 1):  # an object may hold other line ends
         if not line.strip():
             continue
         if line.lstrip().startswith("{"):
