@@ -126,7 +126,12 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert call(*options) == "".join(row["prompt"] + row["text"] + "\n" for row in rows)
     alone = call("generate", run, "--prompt", "the ", "--tokens", 12, "--no-echo")
     assert alone == rows[0]["text"] + "\n"
-    for content, message in (("\n", "has no prompts"), ('{"text": 1}', 'line 1: not a JSON object with a "prompt"')):
+    (tmp_path / "lines").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n'.encode())
+    shown = ("generate", run, "--tokens", 1, "--json", "--prompts")
+    assert json.loads(call(*shown, tmp_path / "lines"))["prompt"] == "a\u2028b"
+    assert json.loads(call(*shown, "-", input=b"the \n"))["prompt"] == "the "
+    no_prompt = 'line 1: not a JSON object with a "prompt"'
+    for content, message in (("", "bad is empty"), ("\n", "has no prompts"), ('{"text": 1}', no_prompt)):
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompts", tmp_path / "bad")

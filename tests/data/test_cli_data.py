@@ -46,11 +46,23 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     printed = call(*arguments, "--suffix", "tex", "--valid", 0, "--workers", 1)
     assert "left out: 1 binary (c/b.tex)" in printed
     assert "left out: 1 duplicate (c/c.tex)" in printed
-    assert "no document is held out" in printed
+    assert "held out" not in printed  # as was asked for
     assert "note: 1 files were not read (1 .md)" in printed
     with pytest.raises(ValueError, match=r"has no split 'valid' but train: .* larger share for that \(--valid\)"):
         open_dataset(tmp_path / "out", "valid")
     assert "LOSSY: it changes or drops newlines, runs of spaces" in call("data", tmp_path / "out")
+
+
+def test_prepare_says_why_nothing_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "only one"}\n')
+    printed = call("prepare", tmp_path / "rows.jsonl", "--out", tmp_path / "one")
+    assert "nothing is held out for validation: of a single document, only that of a plain text file has" in printed
+    assert open_dataset(tmp_path / "one").manifest is not None
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(name)
+    own = (tmp_path / "train.txt", tmp_path / "test.txt")
+    assert "the files name no split valid; --splits hash" in call("prepare", *own, "--out", tmp_path / "own")
+    assert "the files name no split train" in call("prepare", tmp_path / "test.txt", "--out", tmp_path / "test")
 
 
 def test_tokenizer_train_and_use(tmp_path: Path, texts: list[str]) -> None:

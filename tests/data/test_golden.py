@@ -12,8 +12,8 @@ from gss.data import SourceOptions, load_tokenizer, prepare
 
 GOLDEN = {
     "corpus": ("2ddc72584427c538", "6bb31bddc22a0b04"),
-    "arxiv": ("d3b7585d3a41842a", "d133767c0c2a5ecf"),
-    "github": ("77db95d6862eaa89", "f7ae93797caed14a"),
+    "arxiv": ("c49375afed0abb11", "df0b7765042054ff"),
+    "github": ("01209f6418315457", "b01de4cda68d7f7a"),
     "lm1b": ("fac3588332861517", "3dad278c78afe6ca"),
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from data_corpora import contents, folder_bytes, make_text, write_files
 
-from gss.data import Segments, SourceOptions, load_tokenizer, open_dataset, prepare, read_manifest
+from gss.data import Segments, SourceOptions, load_tokenizer, merge_shares, open_dataset, prepare, read_manifest
 from gss.data.chunks import CHUNK
 from gss.data.parts import check_shares, token_dtype
 from gss.data.shards import write_manifest
@@ -373,3 +373,48 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path: Path, span_bytes: int) -
     assert most.splits["valid"]["bytes"] / len(text.encode()) == pytest.approx(0.9, abs=0.001)
     whole = prepare([str(tmp_path / "book.txt")], tmp_path / "whole", BYTES, valid=0, workers=1)
     assert whole.splits["train"]["documents"] == 1
+    for name, line in (("words", "one line " * 5000), ("characters", "語" * 5000)):  # in the end anywhere
+        (tmp_path / f"{name}.txt").write_text(line)
+        parts = prepare([str(tmp_path / f"{name}.txt")], tmp_path / name, BYTES, valid=0.2, workers=1)
+        assert parts.splits["valid"]["bytes"] / len(line.encode()) == pytest.approx(0.2, abs=0.001)
+        kept = contents(tmp_path / name)
+        assert "".join(text for split in ("train", "valid") for text in kept[split].values()) == line
+
+
+@pytest.mark.parametrize(
+    ("valid", "test", "small", "moved"),
+    [(0.05, 0, "valid", "tale"), (1e-9, 0, "valid", "note"), (1 - 1e-9, 0, "train", "note"), (0.05, 0.05, "", "")],
+)
+def test_few_documents_are_in_every_split(tmp_path: Path, valid: float, test: float, small: str, moved: str) -> None:
+    """A hash of so few may put none or all of them into a split; the one that is nearest to its share by length goes
+    there, in the shares of several machines too."""
+    lengths = {"note.txt": 10, "tale.txt": 3000, "book.txt": 50_000, "tome.txt": 90_000}
+    texts = {name: make_text(seed, length) for seed, (name, length) in enumerate(lengths.items())}
+    write_files(tmp_path / "corpus", {name: text.encode() for name, text in texts.items()})
+    wanted = {"train", "valid"} | ({"test"} if test else set())
+    prepare([str(tmp_path / "corpus")], tmp_path / "out", BYTES, valid=valid, test=test, workers=1)
+    found = contents(tmp_path / "out")
+    assert set(found) == wanted
+    assert sorted(text for split in found.values() for text in split.values()) == sorted(texts.values())
+    if small:
+        assert list(found[small]) == [f"corpus/{moved}.txt"]
+    for number in (1, 2):
+        shared = {"share": (number, 2), "valid": valid, "test": test, "workers": 1}
+        prepare([str(tmp_path / "corpus")], tmp_path / f"part-{number}", BYTES, **shared)
+    merge_shares([str(tmp_path / "part-1"), str(tmp_path / "part-2")], tmp_path / "merged")
+    assert contents(tmp_path / "merged") == found
+
+
+def test_line_ends_and_byte_order_marks_of_windows(tmp_path: Path) -> None:
+    """A text reads as on other systems, whatever the size of its spans; what is inside a row is left alone."""
+    text = "".join(make_text(seed, 5000) for seed in range(20))
+    assert len(text) > 2 * CHUNK
+    windows = b"\xef\xbb\xbf" + text.encode().replace(b"\n", b"\r\n")
+    write_files(tmp_path / "there", {"a.txt": windows, "rows.jsonl": b'\xef\xbb\xbf{"text": "a\\r\\nb"}\r\n'})
+    for span_bytes in (1 << 24, CHUNK):
+        options = SourceOptions(span_bytes=span_bytes)
+        out = tmp_path / str(span_bytes)
+        prepare([str(tmp_path / "there")], out, BYTES, options=options, valid=0, workers=1)
+        assert contents(out)["train"] == {"there/a.txt": text, "there/rows.jsonl@0": "a\r\nb"}
+    prepare([str(tmp_path / "there" / "a.txt")], tmp_path / "cut", BYTES, valid=0.5, workers=1)
+    assert "".join(text for split in contents(tmp_path / "cut").values() for text in split.values()) == text

@@ -66,8 +66,11 @@ def test_training_reports_progress_and_refuses_nonsense(tmp_path: Path) -> None:
         train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=300)
     with pytest.raises(ValueError, match="at least"):
         train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=100)
-    with pytest.raises(ValueError, match=r"could not train.*[Vv]ocabulary size"):
+    with pytest.raises(ValueError, match=r"could not train this vocabulary: Vocabulary size too high \(5000\)"):
         train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=5000, model="bpe")
+    corpus.write_text("".join(map(chr, range(0x4E00, 0x4E80))) * 50)
+    with pytest.raises(ValueError, match=r"the characters of this text take 3\d\d ids, so 300 are too few"):
+        train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=300)
     with pytest.raises(ValueError, match="one of unigram, bpe"):
         train_tokenizer([str(corpus)], tmp_path / "w", model="letters")
     assert not (tmp_path / "w").exists()

@@ -125,7 +125,7 @@ def test_the_page_writes_what_the_library_writes(box: Site) -> None:
         expected = lm.generate(given, temperature=0, max_tokens=40)
         assert box.write(given, temperature=0, max_tokens=40) == expected
     assert box.page.inner_text("#written") == "40"
-    api.expect(box.page.locator("#model")).to_contain_text("the model in the box · 7,432,704 parameters")
+    api.expect(box.page.locator("#model")).to_contain_text("the bundled model · 7,432,704 parameters")
     assert "Ended: as many tokens as asked for" in box.page.inner_text("#status")
 
 
@@ -229,6 +229,20 @@ def test_what_is_missing_is_named(browser: Any, runtime: Path, tmp_path: Path) -
     try:
         site.page.click("#run")
         api.expect(site.page.locator("#error")).to_contain_text("model.onnx is missing beside this page (404)")
+    finally:
+        site.close()
+
+
+@needs_chromium
+def test_a_runtime_that_cannot_be_had_is_named(browser: Any, tmp_path: Path) -> None:
+    folder = export_page("box", tmp_path / "page")
+    about = (folder / "model.json").read_text()
+    (folder / "model.json").write_text(about.replace(RUNTIME, "gone/"))
+    site = Site(browser, folder)
+    try:
+        site.page.click("#run")
+        api.expect(site.page.locator("#error")).to_contain_text("could not be loaded from")
+        api.expect(site.page.locator("#error")).to_contain_text("with gss export --runtime a copy is beside the page")
     finally:
         site.close()
 

@@ -52,6 +52,7 @@ def test_what_an_export_holds(exported: Path, run: Path) -> None:
     names = {path.name for path in exported.iterdir()}
     assert names >= {"config.json", "model.safetensors", "generation_config.json", "README.md", "tokenizer.json"}
     assert not any(path.suffix in (".bin", ".pt", ".pkl") for path in exported.rglob("*"))
+    assert {path.stat().st_mode for path in exported.glob("*.*")} == {(exported / "config.json").stat().st_mode}
     card = (exported / "README.md").read_text()
     loaded = gss.load(run)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())

@@ -79,6 +79,7 @@ def test_several_runs_are_compared_and_nothing_comes_from_elsewhere(lab: Lab, tm
     for words in ("hybrid and dss", "What differs", "model.pattern", "seed", "gss, attention, gss, gss"):
         assert words in page.text
     assert "optimizer.weight_decay" not in page.text
+    assert re.search(r"<details><summary>\d\d settings</summary>.*model\.pattern.*</details>", source, re.DOTALL)
     assert page.tags.count("svg") == 4 + 2 + 2 * 2
     assert page.references
     assert all(reference.startswith("#") and reference[1:] in page.ids for reference in page.references)

@@ -219,6 +219,7 @@ def test_what_is_not_supported_says_so(client: TestClient) -> None:
     error = refused(client, 400, frequency_penalty=0.5)
     assert error["message"] == "frequency_penalty is not supported: leave it out, or use repetition_penalty"
     complete(client, frequency_penalty=0, presence_penalty=0.0)
+    assert refused(client, 400, frobnicate=1)["message"] == "frobnicate: not known here: leave it out"
 
 
 def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
@@ -241,6 +242,13 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
         assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
     most = [chr(0x4E00 + place) for place in range(LIMITS.stop)]
     assert client.post("/v1/chat/completions", json={**body, "stop": most}).status_code == 200
+    # What clients send unasked: parts of text, and penalties of nothing.
+    parts = [{**turn, "content": [{"type": "text", "text": part} for part in turn["content"]]} for turn in messages]
+    plain = {**body, "messages": parts, "frequency_penalty": 0, "presence_penalty": 0.0}
+    assert client.post("/v1/chat/completions", json=plain).json()["choices"] == answer["choices"]
+    picture = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}
+    for wrong in ({"frequency_penalty": 1}, {"logit_bias": {"5": 1}}, picture):
+        assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
     short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
     assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
 

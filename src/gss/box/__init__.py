@@ -6,7 +6,7 @@ is made). Imports no torch.
 
 from pathlib import Path
 
-NAME = "gss-box"
+NAME = "box"
 """What the model is called where a run would be called by its folder."""
 SHIPPED = Path(__file__).parent / "model"
 

@@ -57,7 +57,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "settings": models.settings_command,
         "train": train.train_command,
     },
-    "Using a model": {
+    "Using a model (without a run: the bundled one)": {
         "generate": text.generate_command,
         "serve": text.serve_command,
         "read": text.read_command,

@@ -80,7 +80,7 @@ def prepare_command(
     if int(machines) > 1:
         print(f"prepared part {part} in {out}; when all {machines} are done, run: gss merge PART... --out DIR")
     else:
-        _print_prepared(manifest, out)
+        _print_prepared(manifest, out, valid)
 
 
 def merge_command(
@@ -94,12 +94,15 @@ def merge_command(
     _print_prepared(merge_shares(part, out, force=force), out)
 
 
-def _print_prepared(manifest: "Manifest", out: Path) -> None:
+def _print_prepared(manifest: "Manifest", out: Path, valid: float = 1.0) -> None:
     _print_facts(manifest)
+    documents = sum(facts["documents"] for facts in manifest.splits.values())
     if "train" not in manifest.splits:
-        print("note: every document is held out, so none is left to train on; lower --valid and --test")
-    elif "valid" not in manifest.splits:
-        print("note: no document is held out for validation; raise --valid, or use --splits hash")
+        print("note: the files name no split train, and none is left to train on; --splits hash ignores the names")
+    elif valid and "valid" not in manifest.splits:
+        named = "the files name no split valid; --splits hash ignores the names"
+        reason = named if documents > 1 else "of a single document, only that of a plain text file has its end held out"
+        print(f"note: nothing is held out for validation: {reason}")
     print(f"prepared {out} (hash {manifest.hash[:12]}); to inspect it: gss data {out}")
 
 

@@ -61,7 +61,8 @@ def evaluate_command(
         wanted = [*asked]  # which `evaluate` refuses, with the reason
     elif len(wanted) < len(asked):
         beyond = ", ".join(f"{length:,}" for length in asked if length > longest)
-        print(f"not scored at {beyond}: the longest document has {longest:,} tokens", file=sys.stderr)
+        longest_text = "longest document" if max_tokens is None else "longest text that --max-tokens leaves"
+        print(f"not scored at {beyond}: the {longest_text} has {longest:,} tokens", file=sys.stderr)
     with joined(device) as world, share_bar("scoring") as show:
         lm, name = gss.load(run, step=step, device=world.device, state=state), str(run or NAME)
         result = gss.evaluate(

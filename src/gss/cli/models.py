@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
@@ -170,6 +171,7 @@ def export_command(
     if runtime is not None and to is not Target.web:
         raise ValueError("--runtime only works with --to web")
     if to is Target.hf:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one for each file that is written
         from gss.hf import export_run
 
         print(f"wrote {export_run(run, out, step=step)}: to load it in transformers, import gss.hf first")

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 
-Run = Annotated[Path | None, Argument(help="A run folder made by `gss train`. Default: the bundled model.")]
+Run = Annotated[Path | None, Argument(help="A run, or a folder of `gss export`. Default: `box`, the bundled model.")]
 Step = Annotated[int | None, Option(help="The checkpoint's step. Default: the newest good one.")]
 Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Precision = Annotated[str, Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]

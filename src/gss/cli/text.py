@@ -50,12 +50,14 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 def generate_command(
     run: Run = None,
     prompt: Annotated[str, Option(help="The text to continue; - reads standard input. Empty: a new document.")] = "",
-    prompts: Annotated[Path | None, Option(help='A file with one prompt per line: text, or {"prompt": …}.')] = None,
+    prompts: Annotated[
+        Path | None, Option(help='A file with one prompt per line (- for standard input): text, or {"prompt": …}.')
+    ] = None,
     state: State = None,
-    tokens: Annotated[int, Option(min=1, help="Maximum number of tokens to produce.")] = 200,
+    tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of tokens to produce.")] = 200,
     seed: Annotated[int, Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, Option(help="Stop before this text; repeatable.")] = None,
-    samples: Annotated[int, Option(min=1, help="Number of texts per prompt, from consecutive seeds.")] = 1,
+    samples: Annotated[int, Option(min=1, metavar="N", help="Number of texts per prompt, from consecutive seeds.")] = 1,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per text, each on its own line.")] = False,
     echo: Annotated[bool, Option(help="Print the prompt before its continuation.")] = True,
     step: Step = None,
@@ -63,7 +65,9 @@ def generate_command(
     precision: Precision = "auto",
     weights: Weights = None,
     speculate: Speculate = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads. Default: all, or 1 for a small model.")] = None,
+    threads: Annotated[
+        int | None, Option(min=1, metavar="N", help="CPU threads. Default: all; 1 for a small model.")
+    ] = None,
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, printing each text when it is done."""
@@ -117,7 +121,7 @@ def _print(
 
 
 def read_command(
-    book: Annotated[str, Argument(help="A text file; - reads standard input.")],
+    book: Annotated[Path, Argument(help="A text file; - reads standard input.")],
     run: Run = None,
     out: Annotated[Path, Option(help="The state file to write.")] = Path("state.safetensors"),
     state: State = None,
@@ -129,7 +133,7 @@ def read_command(
     """Read a document once and save the model's state, from which generate, eval and serve can start (--state)."""
     from gss.io.devices import pick_device
 
-    text = _standard_input() if book == "-" else _text_of(Path(book))
+    text = _text_of(book)
     lm = gss.load(run, step=step, device=pick_device(device), state=state)
     with share_bar("reading") as show:
         after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))
@@ -160,7 +164,13 @@ def _utf8(text: str, what: str) -> str:
 
 
 def _text_of(path: Path) -> str:
-    return _utf8(path.read_text("utf-8", "surrogateescape"), str(path))
+    """The text of a file, or of standard input, with line ends as everywhere and without a byte-order mark."""
+    if str(path) == "-":
+        return _standard_input()
+    text = _utf8(path.read_text("utf-8-sig", "surrogateescape"), str(path))
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
 
 
 def _standard_input() -> str:
@@ -173,7 +183,7 @@ def _standard_input() -> str:
 def _prompts_file(path: Path) -> list[str]:
     """A prompt from each line that is not empty: an object's `prompt`, or the line as it is."""
     prompts = []
-    for number, line in enumerate(_text_of(path).splitlines(), 1):
+    for number, line in enumerate(_text_of(path).split("\n"), 1):  # an object may hold other line ends
         if not line.strip():
             continue
         if line.lstrip().startswith("{"):

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -129,10 +129,11 @@ def _read_text(span: Span) -> Iterator[SourceDocument]:
                 yield data
 
     def found() -> Iterator[Chunk]:
-        for chunk in cut_chunks(blocks(), span.start, span.stop):
+        for number, chunk in enumerate(cut_chunks(blocks(), span.start, span.stop), span.begin + span.start):
             if b"\0" in chunk.data:
                 raise Skip(chunks.BINARY)
-            yield chunk
+            data = chunk.data if number else chunk.data.removeprefix(codecs.BOM_UTF8)
+            yield replace(chunk, data=data.replace(b"\r\n", b"\n"))
 
     yield SourceDocument(span.name, found(), first=span.start == 0, last=span.stop is None)
 

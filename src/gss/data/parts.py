@@ -188,9 +188,11 @@ def merge_parts(
     Documents without a split of their own are held out by these shares, by a hash of their contents.
     """
     dtype = token_dtype(vocab_size)
-    count = _write_table(parts, table_path, dtype.itemsize, valid, test)
+    count, by_hash = _write_table(parts, table_path, dtype.itemsize, valid, test)
     table = np.memmap(table_path, RECORD, "r+", shape=(count,)) if count else np.zeros(0, RECORD)
     _drop_duplicates(table)
+    if by_hash:
+        _fill_splits(table, {"train": 1.0 - valid - test, "valid": valid, "test": test})
     left_out: dict[str, Any] = {reason: {"documents": 0, "first": []} for reason in REASONS}
     begun = 0  # documents that begin in the parts so far
     with ExitStack() as files:
@@ -229,9 +231,9 @@ def _batches(table: Table, split: str | None = None) -> Iterator[Table]:
         yield rows if split is None else rows[(rows["split"] == SPLITS.index(split)) & (rows["skip"] == 0)]
 
 
-def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test: float) -> int:
-    """A row for each document of all parts, its chunks joined; returns how many."""
-    count, begun = 0, np.zeros(0, RECORD)  # the chunks of a document whose last is in another part
+def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test: float) -> tuple[int, bool]:
+    """A row for each document of all parts, its chunks joined; returns how many, and whether a hash chose splits."""
+    count, by_hash, begun = 0, False, np.zeros(0, RECORD)  # the chunks of a document whose last is in another part
     with open(path, "wb") as table:
         for part in parts:
             chunks = np.concatenate([begun, _records(part, itemsize)])
@@ -254,12 +256,13 @@ def _write_table(parts: list[str], path: Path, itemsize: int, valid: float, test
             places = rows["digest"][:, 0] / 2.0**64
             held_out = np.where(places < valid, SPLITS.index("valid"), SPLITS.index("train"))
             held_out[(places >= valid) & (places < valid + test)] = SPLITS.index("test")
+            by_hash |= bool((rows["split"] == 0).any())
             rows["split"] = np.where(rows["split"] == 0, held_out, rows["split"] - 1)
             table.write(rows.tobytes())
             count += len(rows)
     if len(begun):
         raise _altered(parts[-1], RECORDS)
-    return count
+    return count, by_hash
 
 
 def _records(part: str, itemsize: int) -> Table:
@@ -295,6 +298,22 @@ def _drop_duplicates(table: Table) -> None:
         ordered = digests[order]
         again = np.flatnonzero((ordered[1:] == ordered[:-1]).all(axis=1)) + 1
         table["skip"][places[order[again]]] = SKIP[DUPLICATE]
+
+
+def _fill_splits(table: Table, shares: dict[str, float]) -> None:
+    """Of few documents, the hash may put none into a split: it gets the one whose length is nearest to its share."""
+    good = table["skip"] == 0
+    counts = np.bincount(table["split"][good], minlength=len(SPLITS))
+    for split, share in shares.items():
+        number = SPLITS.index(split)
+        # Training comes first, and gets even the only document.
+        spare = np.flatnonzero(good & (counts > (split != "train"))[table["split"]])
+        if share and not counts[number] and len(spare):
+            tokens = table["tokens"][spare].astype(np.float64)
+            chosen = spare[np.abs(np.log(tokens / (share * table["tokens"][good].sum()))).argmin()]
+            counts[table["split"][chosen]] -= 1
+            counts[number] += 1
+            table["split"][chosen] = number
 
 
 class _SplitWriter:

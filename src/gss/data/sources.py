@@ -36,6 +36,7 @@ _HUB = {
 _LM1B_FILE = re.compile(
     r"(?:^|/)((training|heldout)-monolingual\.tokenized\.shuffled/news\.en(\.heldout)?-\d{5}-of-\d{5})$"
 )
+_CUTS = (re.compile(rb"\n"), re.compile(rb" "), re.compile(rb"(?=[\0-\x7f\xc0-\xff])"))  # the last: before a character
 _NOT_PACKAGES = ("test", "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__")
 _READ = ".txt, .jsonl, .parquet (plain, .gz, .xz, .zst)"
 
@@ -133,7 +134,7 @@ def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> lis
 
 
 def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
-    """A text file as one document for each split, cut at the ends of lines; none where it is not to be cut."""
+    """A text file as one document for each split, cut at ends of lines, if need be at spaces; none where not to be."""
     has_own = options.splits == "own" or (options.splits == "auto" and split_of_name(file.name) is not None)
     plain_text = file.kind == "text" and not file.name.lower().endswith(COMPRESSIONS)
     held_out = {split: share for split, share in held_out.items() if share}
@@ -142,10 +143,9 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
     bounds, share = [0], 1.0 - sum(held_out.values())
     with open_file(file.path) as stream:
         for part in held_out.values():
-            stream.seek(int(share * file.size))
-            if not stream.readline(1 << 20).endswith(b"\n"):
-                return []  # nowhere to cut
-            bounds.append(stream.tell())
+            stream.seek(place := int(share * file.size))
+            after = stream.read(1 << 20)
+            bounds.append(place + next((found.end() for cut in _CUTS if (found := cut.search(after))), 0))
             share += part
     sections = []
     for split, (begin, end) in zip(("train", *held_out), pairwise([*bounds, file.size]), strict=True):

@@ -94,7 +94,10 @@ def train_tokenizer(
         if done.returncode:
             messages = done.stderr.decode(errors="replace").splitlines()
             reasons = [line.strip() for line in messages if "rror" in line or "high" in line] or ["no reason given"]
-            raise ValueError(f"SentencePiece could not train this vocabulary: {reasons[-1]}")
+            reason = reasons[-1].rpartition("] ")[2]  # after the place in its source
+            if needed := re.search(r"required_chars\. \d+ vs (\d+)", reason):
+                reason = f"the characters of this text take {needed[1]} ids, so {vocab_size} are too few"
+            raise ValueError(f"SentencePiece could not train this vocabulary: {reason}")
         progress("training", 1.0)
         tokenizer = load_tokenizer(work / "trained.model")
         assert isinstance(tokenizer, SentencePieceTokenizer)

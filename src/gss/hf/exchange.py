@@ -50,6 +50,8 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
             exported.save_pretrained(aside)
         except SafetensorError as error:
             raise OSError(f"could not write the weights to {target}, and removed them: {error}; make room") from error
+        for written in aside.glob("*.safetensors"):  # which the library keeps from everybody else
+            written.chmod((aside / "config.json").stat().st_mode)
         convert_tokenizer(tokenizer).save_pretrained(aside)
         write_file(aside / f"{MODULE}.py", _CODE)
         tokenizer.save(aside / VOCABULARY)

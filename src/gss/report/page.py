@@ -26,6 +26,7 @@ from gss.training.progress import duration
 # Whatever ends up in the file, the browser loads nothing and runs nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _SAMPLE_TOKENS = 200
+_SHOWN = 12  # rows of settings that are not folded up
 
 
 def write_report(
@@ -62,7 +63,10 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
         table = difference_table(runs)
         intro = _paragraph("intro", "Settings that are not the same in all of these runs.")
         same = _paragraph("note", "All settings of these runs are the same.")
-        sections["What differs"] = intro + _table(table) if table else same
+        shown = _table(table) if table else ""
+        if table and len(table.rows) > _SHOWN:
+            shown = f"<details><summary>{len(table.rows)} settings</summary>{shown}</details>"
+        sections["What differs"] = intro + shown if table else same
     sections["Training"] = _figures(figures.training_pictures(runs, scored)) + "".join(
         _paragraph("note", f"{run.name} has no numbers by step: it was imported, or has not begun.")
         for run in runs
@@ -133,8 +137,10 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
             intro += " The paper's rows are token perplexities on its own corpora and vocabularies."
         content += _paragraph("intro", intro) + _table(table)
     if not same_tokens(scored):
+        one = len({score.data for score in scored if score.result}) == 1
+        remedy = "--again scores them again" if one else "--data scores runs of one vocabulary on one corpus"
         other = "These runs were not scored on the same tokens, so their figures do not compare"
-        content += _paragraph("note", f"{other}: --again scores them again.")
+        content += _paragraph("note", f"{other}: {remedy}.")
     content += _figures([*figures.length_pictures(runs, scored), *figures.context_pictures(runs)])
     missing = [f"{run.name}: {score.missing}" for run, score in zip(runs, scored, strict=True) if score.missing]
     return content + "".join(_paragraph("note", text) for text in missing)

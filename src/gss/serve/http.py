@@ -66,7 +66,8 @@ def answer_errors(app: FastAPI) -> None:
             first = error.errors()[0]
             # Names of fields come back; values never do.
             place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
-            message = f"{place}{place and ': '}{str(first['msg'])[:300]}"
+            said = "not known here: leave it out" if first["type"] == "extra_forbidden" else str(first["msg"])[:300]
+            message = f"{place}{place and ': '}{said}"
             error = ApiError(400, message, code=first["type"], param=place or None)
         elif not isinstance(error, HTTPException):
             error = ApiError(500, "the server failed; its log says why")

@@ -44,6 +44,9 @@ class Generation(Request):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Ignored.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
+    logit_bias: dict[str, float] | None = Field(None, description="Not supported.")
 
 
 _OPTIONS: dict[str, Any] = {
@@ -63,10 +66,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
     ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Not supported: 0 only.")
     suffix: str | None = Field(None, description="Not supported.")
-    logit_bias: dict[str, float] | None = Field(None, description="Not supported.")
 
     def sampling(self) -> Sampling:
         """How tokens are drawn."""
@@ -80,25 +80,42 @@ class Message(Request):
     content: str
 
 
+class TextPart(Request):
+    """Text as one of the parts of a turn."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Turn(Message):
+    """A turn as clients send it: a text, or parts that are read one after the other."""
+
+    content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]  # type: ignore[assignment]
+
+    def line(self) -> str:
+        """The turn as it stands in the plain text of a dialogue."""
+        said = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        name = {"user": "User: ", "assistant": "Assistant: "}.get(self.role, "")
+        return name + said
+
+
 class ChatRequest(SamplingRequest):
     """OpenAI's chat completions, as far as a model that continues texts can answer them.
 
     The models are not trained to follow instructions; this is for clients that speak no other interface.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Most tokens to produce; 256 by default.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
 
     def completion(self) -> CompletionRequest:
         """The request to continue the dialogue as a plain text, up to where somebody else would speak."""
-        names = {"user": "User", "assistant": "Assistant"}
-        turns = [f"{names[m.role]}: {m.content}" if m.role in names else m.content for m in self.messages]
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = self.model_dump(exclude={"messages", "max_tokens", "max_completion_tokens", "stop", "stream_options"})
         return CompletionRequest(
             **given,
-            prompt="\n\n".join([*turns, "Assistant:"]),
+            prompt="\n\n".join([*(turn.line() for turn in self.messages), "Assistant:"]),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=["\nUser:", *stop],
             stream_options=self.stream_options,

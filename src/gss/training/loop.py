@@ -274,10 +274,8 @@ class _Run:
                     f"--set micro_batch_tokens={config.longest} one that takes less memory"
                 )
         if self.step:
-            done = (
-                ": nothing is left to do (--set steps=N --allow steps trains on)" if self.step >= config.steps else ""
-            )
-            self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}{done}")
+            end = "" if self.step < config.steps else ": nothing is left to do (--set steps=N --allow steps trains on)"
+            self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}{end}")
 
     def _log(self, show: bool) -> None:
         """Fetch the results since the last call, stop where they are not finite, write them and show the last one."""

@@ -29,7 +29,9 @@ async function found(name) {
 async function load() {
   const about = await json("model.json");
   const base = new URL(about.runtime, self.location).href;
-  const ort = await import(`${base}ort.wasm.bundle.min.mjs`);
+  const ort = await import(`${base}ort.wasm.bundle.min.mjs`).catch(() => {
+    throw new Error(`onnxruntime-web could not be loaded from ${base}; with gss export --runtime a copy is beside the page`);
+  });
   ort.env.wasm.wasmPaths = { wasm: `${base}ort-wasm-simd-threaded.wasm` };
   ort.env.wasm.numThreads = 1; // more need headers that a plain file server does not send
   const bytes = await (await found("model.onnx")).arrayBuffer();
