@@ -58,7 +58,7 @@ def test_contexts() -> None:
     for lengths in ([31, 5000], [5000]):
         with pytest.raises(ValueError, match="2 of at least 32 tokens"):
             shared_longest(lengths, 30)
-    with pytest.raises(ValueError, match="contexts go from"):
+    with pytest.raises(ValueError, match="contexts must satisfy"):
         contexts_up_to(8, 8)
 
 
@@ -243,7 +243,7 @@ def test_a_curriculum_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.curriculum == tuple(stages)
     assert [row.length for row in result.accuracy] == [16]
     for wrong, message in (
-        ([Stage(1, 4, 6, 4)], "takes 4 steps and there are 4"),
+        ([Stage(1, 4, 6, 4)], "takes 4 of 4 steps"),
         ([Stage(1, 4, 0, 1)], "at least 1"),
         ([Stage(3, 4, 1, 1)], "need a length"),
     ):
@@ -266,7 +266,7 @@ def test_stretched_modes_hold_longer() -> None:
     assert (plain.stretch, stretched.stretch) == (1.0, 1e3)
     with pytest.raises(ValueError, match="time constants of GSS2 layers"):
         train_on_task(small_config("gss"), task, stretch=2.0, **options)
-    with pytest.raises(ValueError, match="by a positive number, not 0"):
+    with pytest.raises(ValueError, match="must be a positive number, not 0"):
         train_on_task(config, task, stretch=0.0, **options)
 
 

@@ -85,7 +85,7 @@ def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
     assert list(found["train"].values()) == texts
     assert list(found["valid"].values()) == ["held out"]
     assert read_manifest(tmp_path / "out").left_out["no text field"]["documents"] == 1
-    with pytest.raises(ValueError, match="no column 'body' but n, text: name one with --field"):
+    with pytest.raises(ValueError, match="no column 'body', only n, text: choose with --field"):
         prepared(tmp_path, tmp_path / "other", field="body")
 
 

@@ -68,7 +68,7 @@ def test_one_run_has_every_part(lab: Lab, tmp_path: Path) -> None:
                  "evaluation length (tokens)", "perplexity per token", "position in the window (tokens)",
                  "time constant −1/Re λ (tokens)", "tokens back"):  # fmt: skip
         assert axis in page.text
-    assert "circles are held-out data" in page.text
+    assert "circles: held-out data" in page.text
     assert "prefers-color-scheme:dark" in source
     assert 'name="viewport"' in source
     assert not list(lab.hybrid.parent.glob("**/.*aside*"))

@@ -112,7 +112,7 @@ def test_missing_validation_data_is_said(lab: Lab, tmp_path: Path) -> None:
         assert words in found.missing
     text = write_report([lab.dss], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "does not say where its data is" in text
-    assert "nothing was evaluated on the way" in text
+    assert "no evaluation during training" in text
 
 
 def test_runs_with_parts_missing(lab: Lab, tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_runs_with_parts_missing(lab: Lab, tmp_path: Path) -> None:
     (lab.hybrid / "config.json").write_text(json.dumps(config))
     shutil.rmtree(lab.dss / "checkpoints")
     text = write_report([lab.hybrid, lab.dss], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "hybrid has no numbers by step" in text
-    assert "Where this model started is not known" in text
+    assert "hybrid has no training metrics" in text
+    assert "The initial values are unknown" in text
     assert "the run has no checkpoint yet" in text
     assert "dss has no sample" in text
     shutil.rmtree(lab.hybrid / "checkpoints")

@@ -269,11 +269,11 @@ def test_a_key_is_asked_for(browser: Any, run: Path) -> None:
     with serving(run, "--drain", "0", "--api-key", KEY) as server:
         visit = Visit(browser, server.url)
         page = visit.page
-        api.expect(page.locator("#error")).to_contain_text("asks for an API key")
+        api.expect(page.locator("#error")).to_contain_text("needs an API key")
         api.expect(page.locator("#key")).to_be_focused()
         page.fill("#key", "wrong")
         page.click("#key-use")
-        api.expect(page.locator("#error")).to_contain_text("does not know this API key")
+        api.expect(page.locator("#error")).to_contain_text("does not accept this API key")
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         api.expect(page.locator("#key-row")).to_be_hidden()

@@ -1,4 +1,4 @@
-"""Commands that score a model: eval, by sequence length; probe, how much of its context it uses."""
+"""Commands that score a model: eval (perplexity by sequence length) and probe (how much of its context it uses)."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Commands on models without data: presets, params, settings, export, import, quantize; and what a shell completes."""
+"""Commands on models without data: presets, params, settings, export, import, quantize; and shell completion."""
 
 import ast
 import inspect
