@@ -22,7 +22,7 @@ GROUPS = {
 }
 INTRODUCTION = """# The library
 
-This page documents every public name of `import gss`: loading and using models, training, evaluation, and building models.
+This page documents every public name of `import gss`: how to load and use models, train, evaluate, and build your own.
 
 ```python
 import gss

@@ -211,7 +211,7 @@ def run_folder(run: str | Path | None) -> Path:
 
 
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
-    """Write a run folder with a run's model, its matrices quantized to bf16, int8 or int4; `load` reads it like any other.
+    """Write a run folder with a run's model, its matrices in bf16, int8 or int4; `load` reads it like any other.
 
     It keeps only the run's configuration, its vocabulary and the record of its data.
 

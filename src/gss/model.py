@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         self.first: FirstState | None = None
 
     def start_from(self, state: ModelState | None) -> None:
-        """Start every sequence from a copy of this state (of one sequence), as if the model had read the text behind it.
+        """Start every sequence from a copy of this state (of one sequence), as if the model had read its text.
 
         None restores the default, the empty state.
         """
@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState | None]:
         """Logits [B, L, V] for tokens [B, L], and the state after them.
 
-        `state` is what an earlier call returned (None: the start of a sequence). With `keep_state` off no state is
-        computed and None is returned in its place: what training on independent sequences wants.
+        `state` is the one that an earlier call returned (None: the start of a sequence). With `keep_state` off, no state
+        is computed and None is returned in its place, which is faster when training on independent sequences.
         """
         self.check_tokens(tokens, wait=False)
         hidden, state = self.hidden(tokens, state, keep_state)
@@ -152,8 +152,8 @@ class LanguageModel(nn.Module):
     def check_tokens(self, tokens: Tensor, wait: bool = True) -> None:
         """Raise ValueError for anything but [batch, length] ids of the vocabulary.
 
-        Ids on a GPU are checked only if the caller can `wait` for it, which is where text enters. Elsewhere the
-        embedding checks them, by an assertion on the device.
+        Ids on a GPU are checked only with `wait`, because that waits for the GPU; it is for where text enters. Otherwise
+        the embedding checks them, by an assertion on the device.
         """
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")

@@ -66,9 +66,9 @@ def train(
 ) -> TrainResult:
     """Train a model on the prepared corpus `data`, in the run folder `out`, or resume the run in that folder.
 
-    `config` is a whole configuration, or the name of a preset. A preset may come with a `recipe` (a name or a TOML file;
-    None chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts from
-    the weights of that model. If `out` has checkpoints, training resumes from the newest good one. It must be the same
+    `config` is a whole configuration, or the name of a preset. A preset may come with a `recipe` (a name or a TOML
+    file; None chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts
+    from the weights of that model. If `out` has checkpoints, training resumes from the newest good one. It must be the same
     run, with the same model, batches, optimizer and data; `allow` names settings that may differ, for example ["steps"]
     to train longer. Under torchrun, every process calls this.
 
