@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState | None]:
         """Logits [B, L, V] for tokens [B, L], and the state after them.
 
-        `state` is the one that an earlier call returned (None: the start of a sequence). With `keep_state` off, no state
-        is computed and None is returned in its place, which is faster when training on independent sequences.
+        `state` comes from an earlier call (None: the start of a sequence). With `keep_state` off, no state is computed,
+        which is faster when training on independent sequences, and None is returned in its place.
         """
         self.check_tokens(tokens, wait=False)
         hidden, state = self.hidden(tokens, state, keep_state)
@@ -152,7 +152,7 @@ class LanguageModel(nn.Module):
     def check_tokens(self, tokens: Tensor, wait: bool = True) -> None:
         """Raise ValueError for anything but [batch, length] ids of the vocabulary.
 
-        Ids on a GPU are checked only with `wait`, because that waits for the GPU; it is for where text enters. Otherwise
+        Ids on a GPU are checked only with `wait`, because this waits for the GPU: use it where text enters. Otherwise
         the embedding checks them, by an assertion on the device.
         """
         if tokens.dtype not in (torch.int64, torch.int32):

@@ -68,9 +68,9 @@ def train(
 
     `config` is a whole configuration, or the name of a preset. A preset may come with a `recipe` (a name or a TOML
     file; None chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts
-    from the weights of that model. If `out` has checkpoints, training resumes from the newest good one. It must be the same
-    run, with the same model, batches, optimizer and data; `allow` names settings that may differ, for example ["steps"]
-    to train longer. Under torchrun, every process calls this.
+    from the weights of that model. If `out` has checkpoints, training resumes from the newest good one. It must be the
+    same run, with the same model, batches, optimizer and data; `allow` names settings that may differ, for example
+    ["steps"] to train longer. Under torchrun, every process calls this.
 
     >>> small = {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}
     >>> muon = {"name": "muon", "learning_rate": 0.01}
