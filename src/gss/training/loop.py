@@ -198,9 +198,7 @@ class _Run:
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
                     name = interrupt.signal.name if interrupt.signal else "a signal to another process"
-                    self.progress.note(
-                        f"stopped by {name} after step {self.step:,}, saved; run the same command to resume"
-                    )
+                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; run it again to resume")
                     return self._result(int(interrupt.signal or 15))
         return self._result(None)
 
