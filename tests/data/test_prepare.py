@@ -172,7 +172,7 @@ def test_damage_is_refused(corpus: Path, tmp_path: Path) -> None:
             open_dataset(out)
         path.write_bytes(whole)
     open_dataset(out)
-    with pytest.raises(ValueError, match="no split 'valid' but train"):
+    with pytest.raises(ValueError, match="no split 'valid', only train"):
         open_dataset(out, "valid")
     manifest = out / "manifest.json"
     whole_text = manifest.read_text()

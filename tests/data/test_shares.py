@@ -198,7 +198,7 @@ def test_urls_give_what_a_disk_gives(
     assert merged.content == {**disk.content, "sources": [url]}
     alone = prepare([f"{url}/long.txt"], tmp_path / "alone", BYTES, valid=0.5, workers=1)
     assert set(alone.splits) == {"train", "valid"}
-    with pytest.raises(ValueError, match=r"memory://bucket/nothing holds no \.txt"):
+    with pytest.raises(ValueError, match=r"memory://bucket/nothing has no \.txt"):
         prepare(["memory://bucket/nothing"], tmp_path / "no", BYTES)
 
 

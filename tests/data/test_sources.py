@@ -150,7 +150,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.rst").write_text("x")
     for source, message in (
         ("nowhere", "it is not a file, a folder or one of stdlib"),
-        ("empty", "holds no .txt"),
+        ("empty", "has no .txt"),
         ("a.rst", "add --suffix .rst"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -125,7 +125,7 @@ def test_the_page_writes_what_the_library_writes(box: Site) -> None:
         expected = lm.generate(given, temperature=0, max_tokens=40)
         assert box.write(given, temperature=0, max_tokens=40) == expected
     assert box.page.inner_text("#written") == "40"
-    api.expect(box.page.locator("#model")).to_contain_text("the model in the box · 7,432,704 parameters")
+    api.expect(box.page.locator("#model")).to_contain_text("the bundled model · 7,432,704 parameters")
     assert "Ended: maximum number of tokens reached" in box.page.inner_text("#status")
 
 

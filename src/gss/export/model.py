@@ -123,7 +123,7 @@ def export_page(
         lm = load_to_export(run, step=step)
         write_json(aside / "vocabulary.json", browser_vocabulary(lm.tokenizer))
         write_model(lm, aside)
-        name = "the model in the box" if run is None or str(run) == "box" else Path(run).resolve().name
+        name = "the bundled model" if run is None or str(run) == "box" else Path(run).resolve().name
         about = {"name": name, "runtime": "onnxruntime/" if runtime else RUNTIME, **read_json(aside / ABOUT)}
         write_json(aside / ABOUT, about)
         for path in (*_PAGE.iterdir(), *(_SHARED / name for name in _SHARED_FILES)):
