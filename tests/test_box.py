@@ -206,7 +206,7 @@ def test_commands_without_a_run_take_the_box(shipped: Path, folders: tuple[Path,
     rows = json.loads(call("eval", "--data", folders[0], "--lengths", "64", "--json"))
     assert rows["run"] == box.NAME
     assert rows["rows"] == json.loads(call("eval", shipped, "--data", folders[0], "--lengths", "64", "--json"))["rows"]
-    assert "the model in the box" in " ".join(call("generate", "--help").replace("│", " ").split())
+    assert "the bundled model" in " ".join(call("generate", "--help").replace("│", " ").split())
 
 
 def test_generate_puts_threads_back(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

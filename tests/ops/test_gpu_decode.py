@@ -237,9 +237,9 @@ def test_what_the_kernels_lack_is_refused(cuda: ModuleType) -> None:
             cuda.GraphDecoder(model, model.initial_state(1))
     model = model_of()
     assert cuda.plans(model, 64)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="at least 1"):
         cuda.GraphDecoder(model, model.initial_state(1), block=0)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="at least 1"):
         cuda.GraphDecoder(model, model.initial_state(1)).generate(0)
 
 

@@ -277,7 +277,7 @@ def test_what_cannot_be(corpus: Path, tmp_path: Path, settings: dict[str, object
 def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """Another model is not resumed with --allow, and weights without an optimizer are to be started from."""
     changed = small_config(model__pattern='["gss"]')
-    with pytest.raises(ValueError, match=r"model\.pattern was .*give another --out$"):
+    with pytest.raises(ValueError, match=r"model\.pattern was .*choose another --out$"):
         gss.train(changed, corpus, finished, quiet=True)
     with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
         gss.train(small_config(steps=13), corpus, finished, quiet=True)

@@ -232,7 +232,7 @@ def train_on_task(
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
     spaces = [layer.state_space for layer in stepper.model.layers if isinstance(layer, GSS2Layer)]
     if not (stretch == 1 or (spaces and 0 < stretch < math.inf)):
-        raise ValueError(f"stretch, a factor of time constants, must be a positive number, not {stretch!r}")
+        raise ValueError(f"stretch needs GSS2 layers and a positive number, not {stretch!r}")
     started, losses = time.perf_counter(), []
     stepper.model.train()
     for step, stage in enumerate(itertools.chain(*([stage] * stage.steps for stage in stages))):
