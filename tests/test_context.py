@@ -135,7 +135,7 @@ def _restored(folder: Path, training: str, world: World, context: int) -> Steppe
 
 def _refusals(context: Context) -> None:
     """On every rank alike, so that none waits for another."""
-    with pytest.raises(ValueError, match=r"attention to everything .* attention\.chunk or attention\.sliding"):
+    with pytest.raises(ValueError, match=r"attention over everything .* attention\.chunk or attention\.sliding"):
         _found("transformer", "rows of 4", context)
     with pytest.raises(ValueError, match=r"packed rows .* block-recurrent model: set parallel\.context=1"):
         _found("rec-fixed-skip", "packed of 4", context)

@@ -144,7 +144,7 @@ def test_tuning_a_state(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert with_file.generate("abc", max_tokens=8, temperature=0) == tuned.generate("abc", max_tokens=8, temperature=0)
     gss.train(None, corpus, out, quiet=True, steps=14, allow=["steps"])
     assert len(losses(out)) == 14
-    with pytest.raises(ValueError, match="is a tuned first state"):
+    with pytest.raises(ValueError, match="is a tuned initial state"):
         tune(corpus, out, tmp_path / "no")
 
 
