@@ -1,4 +1,4 @@
-"""A state is a value: a text is read once, then branched, batched, kept in a file and continued, as often as you like.
+"""A state is a value: read a text once, then branch the state, batch it, save it and continue from it at will.
 
 python examples/branch_state.py
 """
@@ -9,10 +9,10 @@ from pathlib import Path
 import gss
 from gss.decode import Request, stream
 
-lm = gss.load()  # the model in the box; or gss.load("runs/books")
+lm = gss.load()  # the bundled model; or gss.load("runs/books")
 state = lm.read("It was a dark and stormy night, and the old house on the hill")
 
-# Two ways on from the same place, side by side in one batch: each request continues from the state.
+# Two continuations from the same place, in one batch: each request continues from the state.
 endings = [" was empty.", " was full of light."]
 prompts = [lm.tokenizer.encode(ending).tolist() for ending in endings]
 requests = [Request(prompt=prompt, max_tokens=20, seed=1 + row, state=state) for row, prompt in enumerate(prompts)]
@@ -22,7 +22,7 @@ for output in stream(lm.model, requests):
 for ending, row in zip(endings, rows.values(), strict=True):
     print(f"…{ending}{lm.tokenizer.decode(row)!r}")
 
-# Kept in a file, a quarter as large with int8; what is read on top of it is a new state, and the old one stays.
+# Saved to a file, a quarter of the size with int8. Reading on from it makes a new state; the old one is unchanged.
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "night.safetensors"
     gss.save_state(state, file, int8=True)

@@ -1,4 +1,4 @@
-"""A hybrid of one's own, trained in plain PyTorch: the layers are a list of names, the rest is an ordinary loop.
+"""A custom hybrid, trained in plain PyTorch: the layers are a list of names, the rest is an ordinary training loop.
 
 python examples/custom_hybrid.py FILE.txt --steps 200
 """
@@ -17,7 +17,7 @@ parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--length", type=int, default=256)
 options = parser.parse_args()
 
-# Any preset is a start; `gss settings model` lists what a model is made of.
+# Start from any preset; `gss settings model` lists the settings of a model.
 config = gss.preset(
     "gss2-tiny",
     vocab_size=256,

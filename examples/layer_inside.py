@@ -1,6 +1,6 @@
-"""A GSS layer inside somebody else's model: here a classifier of signals, with the layer as its memory.
+"""A GSS layer inside another model: here a classifier of signals that uses the layer as its memory.
 
-A layer maps [batch, length, width] to the same and gives the state after it, so the sequence may come in pieces.
+A layer maps [batch, length, width] to the same shape and returns the state, so the sequence may come in pieces.
 
     python examples/layer_inside.py --steps 100
 """

@@ -22,8 +22,16 @@ GROUPS = {
 }
 INTRODUCTION = """# The library
 
-The public names of `import gss`, from their docstrings (`python experiments/api_page.py` writes this page). In the
-examples `run` is a run folder, `corpus` a prepared corpus, `folder` a new folder and `tokens` ids, [batch, length].
+This page documents every public name of `import gss`: how to load and use models, train, evaluate, and build your own.
+
+```python
+import gss
+
+print(gss.load().generate("It was a dark", max_tokens=20))
+```
+
+In the examples below, `run` is a run folder, `corpus` a prepared corpus, `folder` a new folder, and `tokens` are ids,
+[batch, length]. (`python experiments/api_page.py` generates this page from the docstrings.)
 """
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -73,7 +73,7 @@ def test_generation_is_checked_before_it_starts() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             lm.stream(**options)
-    with pytest.raises(ValueError, match="no recipe and no settings"):
+    with pytest.raises(ValueError, match="cannot be combined with a recipe or settings"):
         gss.train(gss.TrainConfig(), "data", "out", steps=3)
 
 

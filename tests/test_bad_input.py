@@ -30,7 +30,7 @@ def test_tokens(model: gss.LanguageModel, tokens: torch.Tensor, message: str) ->
 
 
 def test_state_of_another_batch(model: gss.LanguageModel) -> None:
-    with pytest.raises(ValueError, match="state is of 3 sequences, the input of 2"):
+    with pytest.raises(ValueError, match="state has 3 sequences, the input 2"):
         model(torch.zeros(2, 4, dtype=torch.int64), model.initial_state(3))
 
 

@@ -190,7 +190,7 @@ def test_without_a_box_commands_say_so(
     folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(box, "SHIPPED", tmp_path / "model")
-    message = "comes without a model of its own: name a run folder"
+    message = "has no bundled model: name a run folder"
     with pytest.raises(ValueError, match=message):
         gss.load()
     for arguments in (["generate", "--prompt", "It"], ["eval", "--data", folders[0]], ["serve"]):

@@ -135,11 +135,11 @@ def _restored(folder: Path, training: str, world: World, context: int) -> Steppe
 
 def _refusals(context: Context) -> None:
     """On every rank alike, so that none waits for another."""
-    with pytest.raises(ValueError, match=r"attention to everything .* attention\.chunk or attention\.sliding"):
+    with pytest.raises(ValueError, match=r"attention over everything .* attention\.chunk or attention\.sliding"):
         _found("transformer", "rows of 4", context)
     with pytest.raises(ValueError, match=r"packed rows .* block-recurrent model: set parallel\.context=1"):
         _found("rec-fixed-skip", "packed of 4", context)
-    with pytest.raises(ValueError, match="each of 4 ranks has 4 tokens of a sequence, fewer than the 10 that a layer"):
+    with pytest.raises(ValueError, match="each of 4 ranks gets 4 tokens of a sequence, fewer than the 10 that a layer"):
         _model("gss-hybrid").hidden(torch.zeros(1, 16, dtype=torch.int64), context=context)
     with pytest.raises(ValueError, match="18 tokens cannot be divided among 4 ranks"):
         _model("gss").hidden(torch.zeros(1, 18, dtype=torch.int64), context=context)
@@ -224,5 +224,5 @@ def test_training_on_a_mesh_of_ranks_is_training_on_one(folder: Path, training: 
 
 
 def test_sharing_needs_enough_processes() -> None:
-    with pytest.raises(ValueError, match=r"parallel\.context=2 needs a multiple of 2 processes, and there are 1"):
+    with pytest.raises(ValueError, match=r"parallel\.context=2 needs a multiple of 2 processes, but there are 1"):
         _stepper("ddp segments", World(torch.device("cpu")), 2)

@@ -61,7 +61,7 @@ def test_goes_on_from_a_state() -> None:
     questions = [question, [7, 8, 9], [3]]
     rows = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=state)
     assert rows == [list(stream(model, context + asked, max_tokens=10, sampling=GREEDY)) for asked in questions]
-    with pytest.raises(ValueError, match="the state is of 3 sequences, the input of 1"):
+    with pytest.raises(ValueError, match="the state has 3 sequences, the input 1"):
         side_by_side(model, questions, max_tokens=10, state=state.select([0, 0, 0]))
 
 

@@ -1,4 +1,4 @@
-"""What a model costs before it is built: parameters, FLOPs per token, memory per sequence."""
+"""The cost of a model, without building it: parameters, FLOPs per token, memory per sequence."""
 
 import math
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Teacher-forced perplexity by sequence length.
 
-The paper's protocol: documents are cut into windows of a given length, each read from an empty state; without a length,
+The paper's protocol: documents are cut into windows of a given length, each read from an empty state. Without a length,
 every document is one window, with the state carried from end to end. The same target tokens count at every length, each
-exactly once, so that the columns of a table are comparable. A window longer than a piece is read in pieces with the
-state carried, which is exact, so that memory is bounded by the piece and not by the length.
+exactly once, so the columns of a table are comparable. A window longer than a piece is read in pieces with the state
+carried, which is exact; memory is therefore bounded by the piece, not by the length.
 """
 
 import math
@@ -53,14 +53,14 @@ class LengthResult:
     """The scores of a model at one length."""
 
     length: int | None
-    """None: whole documents, the state carried."""
+    """None: whole documents, with the state carried."""
     tokens: int
     loss: float
     """Nats per token."""
     standard_error: float
     """Of the loss, with documents as the independent samples; NaN for a single document."""
     word_perplexity: float
-    """exp(all nats / all words), comparable between vocabularies."""
+    """exp(total nats ÷ total words), comparable between vocabularies."""
     bits_per_byte: float
     by_position: tuple[PositionLoss, ...] = field(repr=False)
     by_document: tuple[tuple[float, int], ...] = field(repr=False, default=())
@@ -128,12 +128,12 @@ def evaluate(
     context: Context | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Score a split at each length (None: whole documents with the state carried).
+    """Score a model at each length (None: whole documents with the state carried).
 
-    dataset         from `gss.data.open_dataset`, or the folder of a corpus, of which `split` is scored
-    max_tokens      score the first documents up to this many targets, cutting the last of them; None: all
+    dataset         from `gss.data.open_dataset`; or the folder of a corpus, whose split `split` is scored
+    max_tokens      score only the first documents, up to this many targets; the last one is cut. None: all
     piece           tokens read at a time; more is faster and takes more memory
-    batch_tokens    tokens read side by side when windows are short enough for a batch
+    batch_tokens    tokens per batch when windows are short
     precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that supports it
     context         ranks that share long sequences, a piece each; all of them call this and get the result
     report          called with the number of targets scored so far and in total
@@ -243,7 +243,7 @@ class _Tally:
         tokens = sum(counts)
         nats = self.by_document.sum().item()
         if not math.isfinite(nats):
-            raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
+            raise ValueError("the model's losses are not finite: its weights or checkpoint are broken")
         # A document that was cut counts with a proportional share of its words and bytes.
         share = np.array(counts) / dataset.lengths[: len(counts)]
         words = float((share * dataset.document_words[: len(counts)]).sum())

@@ -1,7 +1,7 @@
-"""Text from a model: the prompt is read in parallel, then tokens come one at a time, each at the same cost.
+"""Generating text: the prompt is read in parallel, then tokens are drawn one at a time, each at the same cost.
 
-Greedy or sampled: temperature, top-k, top-p, min-p, a repetition penalty, stop strings, a seed. Knows models,
-tokenizers and states; nothing of terminals or servers.
+Greedy or sampled, with temperature, top-k, top-p, min-p, a repetition penalty, stop strings and a seed. Independent of
+terminals and servers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def stream_texts(
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     if state is not None and "" in prompts:
-        raise ValueError("the prompt is empty: with a state, give the text that comes next")
+        raise ValueError("the prompt is empty: after a state, give the text that comes next")
     before = state or first_state(model)
     options |= {"max_tokens": max_tokens, "eos_id": tokenizer.eos_id, "state": state}
     requests = [Request(prompt=prompt_ids(tokenizer, prompt, before), **options) for prompt in prompts]

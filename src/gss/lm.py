@@ -1,4 +1,4 @@
-"""A model with its vocabulary: `gss.load` gives one; it writes text, scores text and reads text into a state."""
+"""A model with its vocabulary, as `gss.load` returns it: it generates text, scores text and reads text into a state."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from gss.scoring import score_sequences
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is to a model.
+    """The score of a text: how likely the model finds it.
 
     >>> score = gss.load(run).score("the cat")
     >>> len(score.tokens) == len(score.log_probabilities)
@@ -39,7 +39,7 @@ class Score:
     """
 
     tokens: tuple[int, ...]
-    """Ids of the text."""
+    """Token ids of the text."""
     log_probabilities: tuple[float, ...]
     """Log-probability of each token given those before it, in nats."""
 
@@ -50,7 +50,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(−nats per token)."""
+        """Perplexity per token."""
         return math.exp(min(-self.log_probability / max(1, len(self.tokens)), 700.0))
 
 
@@ -58,7 +58,7 @@ class Score:
 class LM:
     """A trained model and the vocabulary that it was trained with.
 
-    It unpacks into model, tokenizer, step and preset. The model alone is a plain `torch.nn.Module`.
+    It unpacks into model, tokenizer, step and preset. The model by itself is a plain `torch.nn.Module`.
 
     >>> lm = gss.load(run)
     >>> text = lm.generate("the ", max_tokens=20, temperature=0.8)
@@ -71,13 +71,13 @@ class LM:
     step: int = 0
     """The training step of the checkpoint."""
     preset: str | None = None
-    """Name of the preset that the model started from; None if unknown."""
+    """Name of the preset that the model is based on; None if unknown."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer, self.step, self.preset))
 
     def generate(self, prompt: str = "", **options: Any) -> str:
-        """The continuation of a prompt as one text, with the options of `stream`.
+        """Continue a prompt and return the text. Takes the options of `stream`.
 
         >>> lm = gss.load(run)
         >>> lm.generate("the ", max_tokens=8, seed=1) == lm.generate("the ", max_tokens=8, seed=1)
@@ -97,18 +97,18 @@ class LM:
         speculate: bool | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
-        """The continuation of a prompt, as it is produced, in whole characters.
+        """Continue a prompt, yielding the text as it is produced, in whole characters.
 
-        max_tokens            maximum number of tokens; the text also ends where the document does
+        max_tokens            maximum number of tokens; the text also ends at the end of the document
         temperature           0 is greedy, 1 samples from the model's own distribution
-        top_k, top_p, min_p   keep this many of the likeliest tokens; those that make up this probability; those at
-                              least this fraction as likely as the likeliest
-        repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
+        top_k, top_p, min_p   keep this many of the most likely tokens; those that make up this total probability; those
+                              at least this fraction as likely as the most likely one
+        repetition_penalty    above 1, makes tokens that have occurred less likely; `gss.sampling` has all options
         seed                  the same seed gives the same text
-        stop                  strings to end before
-        state                 the result of `read`, which the prompt (then not empty) continues
-        precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
-        speculate             speculate by lookup; the text stays the same. By default on a CPU, where it is faster
+        stop                  strings before which the text ends
+        state                 the result of `read`; the prompt, which must not be empty, continues from it
+        precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that supports it
+        speculate             speculative decoding by lookup; the text stays the same. Default: on a CPU only
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))
@@ -129,11 +129,11 @@ class LM:
         context: Context | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> ModelState:
-        """The state after a text, at the start of a document or after what `state` has read.
+        """Read a text, as the start of a document or following `state`, and return the state after it.
 
-        A long text is read once and continued as often as you like; `gss.save_state` keeps the state in a file. Several
-        ranks that all call this with their `gss.nn.context.Context` read it together, and all get the state. `progress`
-        is called with the share that has been read, piece by piece.
+        You can read a long text once and continue from it as often as you like; `gss.save_state` writes the state to a
+        file. If several ranks all call this with their `gss.nn.context.Context`, they read the text together, and all
+        get the state. `progress` is called with the share read so far, piece by piece.
 
         >>> lm = gss.load(run)
         >>> state = lm.read("Once upon a time")
@@ -147,7 +147,7 @@ class LM:
             return read(self.model, tokens, state, context=context, progress=progress)[1]
 
     def score(self, text: str, *, precision: str = "auto") -> Score:
-        """How likely a text is, token by token, as a document from its start.
+        """Score a text, token by token, as a document from its start.
 
         >>> score = gss.load(run).score("the cat")
         >>> score.log_probability < 0
@@ -167,12 +167,12 @@ def load(
     weights: str | None = None,
     state: str | Path | ModelState | None = None,
 ) -> LM:
-    """The model of a run folder, in evaluation mode: its newest good checkpoint, or that of a given step.
+    """Load a trained model, in evaluation mode: a run's newest good checkpoint, or that of a given step.
 
-    Without a run, or with "box", this is the bundled model. It also reads a folder that `gss export` wrote. With a
-    `state`, or the file of one, every text starts from that state.
-    `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
-    does the same permanently. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
+    `run` is a run folder, or a folder written by `gss export`; without it, or with "box", you get the bundled model.
+    With a `state`, or the path of one, every text starts from that state. `weights` (bf16, int8 or int4) quantizes the
+    matrices, which makes the model smaller and faster to decode on a CPU; `gss quantize` does so permanently. A
+    quantized model cannot be trained; `weights="fp32"` unpacks it.
 
     >>> lm = gss.load(run)
     >>> lm.step
@@ -199,22 +199,22 @@ def load(
 
 
 def load_to_export(run: str | Path | None, **options: Any) -> LM:
-    """`load`, for use without gss: refused where texts start from a tuned state."""
+    """`load`, for use without gss; an error if texts start from a tuned state."""
     lm = load(run, **options)
     if lm.model.first is not None:
-        raise ValueError(f"{run} is a tuned first state, which is not exported: export the model that it was tuned for")
+        raise ValueError(f"{run} is a tuned initial state and cannot be exported: export the model it was tuned for")
     return lm
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """The folder of a run, the box's where that is meant."""
+    """The folder of a run, or of the bundled model."""
     return box.folder() if run is None or (str(run) == "box" and not Path(run).exists()) else Path(run)
 
 
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
-    """Write a run folder with a run's model, its matrices packed as bf16, int8 or int4; `load` reads it as any other.
+    """Write a run folder with a run's model, its matrices in bf16, int8 or int4; `load` reads it like any other.
 
-    Of the run, only its configuration, its vocabulary and the record of its data are kept.
+    It keeps only the run's configuration, its vocabulary and the record of its data.
 
     >>> small = quantize_run(run, folder / "small", "int8")
     >>> gss.load(small).score("the cat").perplexity > 1

@@ -3,8 +3,8 @@
     python -m gss.lm_eval run --model gss --model_args run=runs/books --tasks lambada_openai,wikitext
 
 or from Python `lm_eval.simple_evaluate(model="gss", model_args={"run": "runs/books"}, tasks=[…])`. Texts of any length
-are scored whole, in pieces with the state carried: nothing is truncated and there is no sliding window. Every text
-follows the end-of-document id, as in training.
+are scored whole, in pieces with the state carried, without truncation or a sliding window. The end-of-document id comes
+before every text, as in training.
 """
 
 from collections.abc import Sequence

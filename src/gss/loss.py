@@ -1,8 +1,8 @@
 """Next-token cross-entropy from activations, a few rows of logits at a time.
 
-All logits of a batch would take more memory than the rest of a training step (65,536 tokens of a 32k vocabulary:
-8 GB in float32). Here each chunk's logits live only while its loss and gradients are made. Knows nothing of models
-beyond a head, a function from activations to logits, and the head's one weight.
+All logits of a batch would take more memory than the rest of a training step (8 GB in float32 for 65,536 tokens of a
+32k vocabulary). Here each chunk's logits exist only while its loss and gradients are computed. All this needs of a
+model is the head, a function from activations to logits, and the head's one weight.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The language model: embedding → the layers that the config names → norm → the embedding again as the head.
 
-One class for every family. It knows tokens, positions and states; what a layer does with them is the layer's.
+One class for every family. It handles tokens, positions and states; the rest is up to the layers.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         self.first: FirstState | None = None
 
     def start_from(self, state: ModelState | None) -> None:
-        """Start every sequence from a copy of this state (of one sequence), as if the model had read what led to it.
+        """Start every sequence from a copy of this state (of one sequence), as if the model had read its text.
 
         None restores the default, the empty state.
         """
@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState | None]:
         """Logits [B, L, V] for tokens [B, L], and the state after them.
 
-        `state` is what an earlier call returned (None: the start of a sequence). With `keep_state` off no state is
-        computed and None is returned in its place: what training on independent sequences wants.
+        `state` comes from an earlier call (None: the start of a sequence). With `keep_state` off, no state is computed,
+        which is faster when training on independent sequences, and None is returned in its place.
         """
         self.check_tokens(tokens, wait=False)
         hidden, state = self.hidden(tokens, state, keep_state)
@@ -66,11 +66,11 @@ class LanguageModel(nn.Module):
         starts: Tensor | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """The normed activations [B, L, E] under the logits; apply `logits` to any part of them.
+        """The normalized activations [B, L, E] before the head; apply `logits` to any part of them.
 
-        `starts` [B, L] marks the first token of every document in packed rows; each is then read alone, and no
-        state comes in or goes out. With a `context` all its ranks give the same tokens and state, and each gets the
-        activations of its own stretch of the tokens alone; the state after all of them is the same on every rank.
+        `starts` [B, L] marks the first token of every document in packed rows. Each document is then read on its own,
+        and no state comes in or goes out. With a `context`, all its ranks pass the same tokens and state. Each gets the
+        activations of its own stretch of the tokens, and all get the same state after the last token.
         """
         if state is not None:
             self.check_state(state, tokens.shape[0])
@@ -81,9 +81,9 @@ class LanguageModel(nn.Module):
         documents: Any = None  # in place of every layer's state
         if starts is not None:
             if state is not None or keep_state:
-                raise ValueError("packed rows carry no state: give `starts` without a state and with keep_state=False")
+                raise ValueError("packed rows carry no state: pass `starts` without a state, and keep_state=False")
             if self.first is not None:
-                raise ValueError("packed rows are read from empty states, and this model starts from another")
+                raise ValueError("packed rows start from empty states, but this model has its own")
             documents = Documents(starts, context.rank, context.size) if context else Documents(starts)
             position = documents.position
         elif context is not None:
@@ -106,18 +106,18 @@ class LanguageModel(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: [..., E] → [..., V]."""
+        """Apply the head: [..., E] → [..., V]."""
         return project(hidden * self.head_scale, self.embedding)
 
     @property
     def head_scale(self) -> float:
-        """What the head multiplies activations by before the embedding."""
+        """The factor by which the head multiplies activations before the product with the embedding."""
         return self.config.width**-0.5 if self.config.head_scale is None else self.config.head_scale
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` sequences."""
         if batch < 1:
-            raise ValueError(f"a batch has at least 1 sequence, not {batch}")
+            raise ValueError(f"a batch needs at least 1 sequence, not {batch}")
         if self.first is not None:
             return self.first(batch)
         position = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -130,7 +130,7 @@ class LanguageModel(nn.Module):
 
     @property
     def bounded_state(self) -> bool:
-        """Whether the state's size is constant at any length (not so for attention over everything)."""
+        """Whether the state has the same size at any length (false for attention over everything)."""
         slots = [slot for layer in self.sequence_layers() for slot in layer.state_slots().values()]
         return all(size is not None for slot in slots for size in slot.shape)
 
@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
         if not isinstance(state, ModelState):
             raise ValueError(f"the state must be a ModelState (what a call of the model returned), not {type(state)}")
         if state.batch != batch:
-            raise ValueError(f"the state is of {state.batch} sequences, the input of {batch}: select or join its rows")
+            raise ValueError(f"the state has {state.batch} sequences, the input {batch}: select or join its rows")
         if len(state.layers) != len(self.layers):
             raise ValueError(f"the state is another model's: it has {len(state.layers)} layers, not {len(self.layers)}")
         for layer, layer_state in zip(self.sequence_layers(), state.layers, strict=True):
@@ -152,8 +152,8 @@ class LanguageModel(nn.Module):
     def check_tokens(self, tokens: Tensor, wait: bool = True) -> None:
         """Raise ValueError for anything but [batch, length] ids of the vocabulary.
 
-        Ids on a GPU are checked only if the caller can `wait` for it, which is where text enters. Elsewhere the
-        embedding checks them, by an assertion on the device.
+        Ids on a GPU are checked only with `wait`, because this waits for the GPU: use it where text enters. Otherwise
+        the embedding checks them, by an assertion on the device.
         """
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64 or int32 ids, not {tokens.dtype}")
@@ -179,7 +179,7 @@ def build_layer(kind: str, config: ModelConfig) -> SequenceLayer:
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
-    """A freshly initialised model of any family, in float32 on the default device.
+    """A newly initialized model of any family, in float32 on the default device.
 
     With a seed it is the model that training with that seed starts from, and torch's random state is not changed.
 

@@ -1,4 +1,4 @@
-"""What the paper reports (its tables 1 and 2), a row per preset: to print beside our own figures."""
+"""The paper's figures (its tables 1 and 2) by preset, to print next to our own."""
 
 from typing import NamedTuple
 

@@ -1,9 +1,9 @@
 """Exact gradients through sequences of any length, in the memory of one piece.
 
-A sequence is read piece by piece without a graph, and only the states between pieces are kept. Then the pieces are run
-again with gradients, the last one first: each hands the gradient with respect to the state it came from to the piece
-before it, as the gradient of what that one left behind. Nothing is cut off, unlike in truncated back-propagation. It
-costs a second forward pass of every piece but the last, without the head: about a third more work.
+A sequence is first read piece by piece without a graph, keeping only the states between pieces. Then the pieces run
+again with gradients, the last one first. Each passes the gradient with respect to its initial state to the piece before
+it, as the gradient of that piece's final state. Unlike in truncated back-propagation, nothing is cut off. It costs a
+second forward pass of every piece but the last, without the head: about a third more work.
 """
 
 from collections.abc import Callable

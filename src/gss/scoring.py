@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens: what evaluation, lm-eval and `LM.score` rest on.
+"""Log-probabilities of tokens, the basis of evaluation, lm-eval and `LM.score`.
 
-Sequences of any length are read in pieces with the state carried, which is exact, so memory is bounded by the piece;
-logits exist for a few tokens at a time. Knows models and ids.
+Sequences of any length are read in pieces with the state carried, which is exact, so memory is bounded by the piece.
+Logits exist for a few tokens at a time.
 """
 
 from collections.abc import Iterator, Sequence

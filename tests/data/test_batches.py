@@ -85,7 +85,7 @@ def test_world_sizes_and_resuming(way: Way) -> None:
     # Asked in any order, by an object that was never asked before, a step is the same.
     for step in reversed(steps):
         np.testing.assert_array_equal(way(dataset, 9, 8, seed=3).batch(step).targets, batches.batch(step).targets)
-    with pytest.raises(ValueError, match="does not divide among 3 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
         batches.batch(0, 0, 3)
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
         batches.batch(0, 2, 2)

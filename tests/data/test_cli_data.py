@@ -48,7 +48,7 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     assert "left out: 1 duplicate (c/c.tex)" in printed
     assert "held out" not in printed  # as was asked for
     assert "note: 1 files were not read (1 .md)" in printed
-    with pytest.raises(ValueError, match=r"has no split 'valid' but train: .* larger share for that \(--valid\)"):
+    with pytest.raises(ValueError, match=r"has no split 'valid', only train: .* larger share for that \(--valid\)"):
         open_dataset(tmp_path / "out", "valid")
     assert "LOSSY: it changes or drops newlines, runs of spaces" in call("data", tmp_path / "out")
 

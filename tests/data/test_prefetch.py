@@ -64,7 +64,7 @@ def test_errors_reach_the_loop() -> None:
 
 
 def test_depth_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="at least 1 batch"):
+    with pytest.raises(ValueError, match="depth must be at least 1"):
         Prefetch(make_batches(), depth=0)
 
 

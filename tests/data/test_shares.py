@@ -131,7 +131,7 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
     one, two, three = (str(tmp_path / name) for name in "123")
     out = tmp_path / "out"
     for shares, message in (
-        ([one, two], "a corpus of 3 parts needs each of them once, and these are 1/3, 2/3"),
+        ([one, two], "a corpus of 3 parts needs each of them once, but these are 1/3, 2/3"),
         ([one, two, three, two], "these are 1/3, 2/3, 2/3, 3/3"),
         ([one, two, str(tmp_path / "other")], "are not parts of one corpus"),
         ([one, str(corpus)], "is missing: this is not a folder that gss prepare made"),
@@ -139,15 +139,15 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
     ):
         with pytest.raises(ValueError, match=message):
             merge_shares(shares, out)
-    with pytest.raises(ValueError, match="one part of a corpus: combine all its parts with gss merge"):
+    with pytest.raises(ValueError, match="one part of a corpus: merge all parts with gss merge"):
         open_dataset(one)
     for bad in ((0, 3), (4, 3)):
-        with pytest.raises(ValueError, match="parts are counted from 1/3 to 3/3"):
+        with pytest.raises(ValueError, match="parts are numbered from 1/3 to 3/3"):
             prepare([str(corpus)], tmp_path / "no", BYTES, share=bad)
     sealed = read_sealed(f"{three}/manifest.json", SHARE_FORMAT).content
     for forged in ({"parts": 10**12}, {"parts": None}, {"share": [3]}, {"share": "33"}, {"held_out": [2, 0]}):
         write_manifest(Path(three), {**sealed, **forged})
-        with pytest.raises(ValueError, match="does not describe a part of a corpus"):
+        with pytest.raises(ValueError, match="is not a valid part of a corpus"):
             merge_shares([one, two, three], out)
     write_manifest(Path(three), sealed)
     records = sorted((tmp_path / "2").glob("part-*/records.bin"))[0]
@@ -198,7 +198,7 @@ def test_urls_give_what_a_disk_gives(
     assert merged.content == {**disk.content, "sources": [url]}
     alone = prepare([f"{url}/long.txt"], tmp_path / "alone", BYTES, valid=0.5, workers=1)
     assert set(alone.splits) == {"train", "valid"}
-    with pytest.raises(ValueError, match=r"memory://bucket/nothing holds no \.txt"):
+    with pytest.raises(ValueError, match=r"memory://bucket/nothing has no \.txt"):
         prepare(["memory://bucket/nothing"], tmp_path / "no", BYTES)
 
 

@@ -85,7 +85,7 @@ def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
     assert list(found["train"].values()) == texts
     assert list(found["valid"].values()) == ["held out"]
     assert read_manifest(tmp_path / "out").left_out["no text field"]["documents"] == 1
-    with pytest.raises(ValueError, match="no column 'body' but n, text: name one with --field"):
+    with pytest.raises(ValueError, match="no column 'body', only n, text: choose with --field"):
         prepared(tmp_path, tmp_path / "other", field="body")
 
 
@@ -150,7 +150,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.rst").write_text("x")
     for source, message in (
         ("nowhere", "it is not a file, a folder or one of stdlib"),
-        ("empty", "holds no .txt"),
+        ("empty", "has no .txt"),
         ("a.rst", "add --suffix .rst"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -126,7 +126,7 @@ def test_the_page_writes_what_the_library_writes(box: Site) -> None:
         assert box.write(given, temperature=0, max_tokens=40) == expected
     assert box.page.inner_text("#written") == "40"
     api.expect(box.page.locator("#model")).to_contain_text("the bundled model · 7,432,704 parameters")
-    assert "Ended: as many tokens as asked for" in box.page.inner_text("#status")
+    assert "Ended: maximum number of tokens reached" in box.page.inner_text("#status")
 
 
 @needs_chromium

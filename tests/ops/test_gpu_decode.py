@@ -116,7 +116,7 @@ def test_every_family_by_its_own_kernels_or_not_at_all(cuda: ModuleType, family:
         for batch in (1, 2):  # one row and several take different kernels
             compare_decoders(cuda, model, batch, 3, 2e-2)
     else:
-        with pytest.raises(ValueError, match="picks what fits"):
+        with pytest.raises(ValueError, match="without GPU kernels"):
             cuda.GraphDecoder(model, model.initial_state(1))
 
 
@@ -233,13 +233,13 @@ def test_what_the_kernels_lack_is_refused(cuda: ModuleType) -> None:
     doubles = gss.build_model(small_config("gss")).double()
     for model in (per_channel, everything, broad, transformer, doubles):
         assert not cuda.plans(model, 64)
-        with pytest.raises(ValueError, match="picks what fits"):
+        with pytest.raises(ValueError, match="without GPU kernels"):
             cuda.GraphDecoder(model, model.initial_state(1))
     model = model_of()
     assert cuda.plans(model, 64)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="at least 1"):
         cuda.GraphDecoder(model, model.initial_state(1), block=0)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="at least 1"):
         cuda.GraphDecoder(model, model.initial_state(1)).generate(0)
 
 

@@ -64,11 +64,11 @@ def test_one_run_has_every_part(lab: Lab, tmp_path: Path) -> None:
     assert page.tags.count("svg") == 4 + 2 + 2
     for title in ("Summary", "Training", "Perplexity by length", "What the state spaces remember", "Text"):
         assert title in page.text
-    for axis in ("step", "loss (nats per token)", "learning rate", "norm of the gradient", "tokens per second",
+    for axis in ("step", "loss (nats per token)", "learning rate", "gradient norm", "tokens per second",
                  "evaluation length (tokens)", "perplexity per token", "position in the window (tokens)",
                  "time constant −1/Re λ (tokens)", "tokens back"):  # fmt: skip
         assert axis in page.text
-    assert "circles are held-out data" in page.text
+    assert "circles: held-out data" in page.text
     assert "prefers-color-scheme:dark" in source
     assert 'name="viewport"' in source
     assert not list(lab.hybrid.parent.glob("**/.*aside*"))

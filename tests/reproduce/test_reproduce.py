@@ -151,7 +151,7 @@ def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path:
 
     def breaks(model: Any, dataset: Any, lengths: list[int | None], **options: Any) -> Any:
         if lengths == [4096]:
-            raise ValueError("the model gives losses that are not finite")
+            raise ValueError("the model's losses are not finite")
         return scored(model, dataset, lengths, **options)
 
     monkeypatch.setattr(runner, "train", fails)

@@ -257,7 +257,7 @@ def test_what_scores_hold_is_bounded_in_all(model: gss.LanguageModel) -> None:
         while b"}}" not in refused:  # headers and body may come apart
             refused += third.recv(65_536)
         assert refused.startswith(b"HTTP/1.1 429")
-        assert b"log-probabilities are under way" in refused
+        assert b"log-probabilities are in progress" in refused
         few = connect(port, request("/v1/completions", {**asked, "max_tokens": 4}))
         assert few.recv(65_536).startswith(b"HTTP/1.1 200")
         waiting[0].close()

@@ -108,7 +108,7 @@ def test_tokens_stream_in_and_show_their_alternatives(visit: Visit) -> None:
     page = visit.page
     api.expect(page.locator("#model")).to_contain_text("cat · ")
     api.expect(page.locator("#memory svg .hill")).to_have_count(2)
-    assert page.get_attribute("#scale", "title") == "from 0 bits to 6 and more"
+    assert page.get_attribute("#scale", "title") == "from 0 bits to 6 or more"
     visit.knob("max_tokens", "400")
     visit.endless()
     counts = []
@@ -269,11 +269,11 @@ def test_a_key_is_asked_for(browser: Any, run: Path) -> None:
     with serving(run, "--drain", "0", "--api-key", KEY) as server:
         visit = Visit(browser, server.url)
         page = visit.page
-        api.expect(page.locator("#error")).to_contain_text("asks for an API key")
+        api.expect(page.locator("#error")).to_contain_text("needs an API key")
         api.expect(page.locator("#key")).to_be_focused()
         page.fill("#key", "wrong")
         page.click("#key-use")
-        api.expect(page.locator("#error")).to_contain_text("does not know this API key")
+        api.expect(page.locator("#error")).to_contain_text("does not accept this API key")
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         api.expect(page.locator("#key-row")).to_be_hidden()
@@ -334,7 +334,7 @@ def test_errors_are_said_kindly(browser: Any, server: str) -> None:
         page.unroute("**/v1/completions")
     page.route("**/v1/completions", lambda route: route.abort())
     page.click("#run")
-    api.expect(page.locator("#error")).to_contain_text("The server cannot be reached.")
+    api.expect(page.locator("#error")).to_contain_text("Cannot reach the server.")
     api.expect(page.locator("#run")).to_be_enabled()
     visit.context.close()
 

@@ -115,11 +115,11 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, resumed: Path) 
     assert len(after) == 16
     with pytest.raises(ValueError, match="--allow stepz: there is no such setting"):
         run(longer, corpus, resumed, allow=["stepz"])
-    with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*give another --out$"):
+    with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*choose another --out$"):
         run(small_config(steps=16, model__vocab_size=300), corpus, resumed)
     config = (resumed / "config.json").read_bytes()
     wider = small_config(steps=16, model__width=32)
-    with pytest.raises(ValueError, match=r"the checkpoint is another model's.*has shape"):  # allowed or not
+    with pytest.raises(ValueError, match=r"the checkpoint belongs to another model.*has shape"):  # allowed or not
         run(wider, corpus, resumed, allow=["model.width", "optimizer.learning_rate"])
     assert (resumed / "config.json").read_bytes() == config
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_without_training_is_refused(corpus: Path, tmp_path: Path, 
     folder = tmp_path / "run" / "checkpoints"
     tensors = checkpoint.load(folder / "step-00000001").tensors
     checkpoint.save(folder, 1, tensors, json.loads(trainer))
-    with pytest.raises(ValueError, match="holds no training that could be resumed"):
+    with pytest.raises(ValueError, match="has weights only, so training cannot resume"):
         train(config, corpus, tmp_path / "run", quiet=True)
 
 
@@ -223,7 +223,7 @@ def test_data_that_changes_under_the_run_stops_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Stepper, "step", meddle)
-        with pytest.raises(ValueError, match=r"the data changed under the run, so step 8 was not saved.*from step 4"):
+        with pytest.raises(ValueError, match=r"the data changed during the run, so step 8 was not saved.*from step 4"):
             run(small_config(), tmp_path / "data", tmp_path / "run")
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
     shutil.rmtree(tmp_path / "data")

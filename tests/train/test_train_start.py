@@ -64,7 +64,7 @@ def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: P
     tune(corpus, finished, tmp_path / "from-run")
     assert final_files(tmp_path / "from-exported", 12) == final_files(tmp_path / "from-run", 12)
     assert gss.load("box").tokenizer.hash == gss.load().tokenizer.hash
-    with pytest.raises(ValueError, match=r"another vocabulary than that of box.*prepare the text again"):
+    with pytest.raises(ValueError, match=r"a different vocabulary from that of box.*prepare the text again"):
         tune(corpus, Path("box"), tmp_path / "no")
 
 
@@ -177,7 +177,7 @@ def test_tuning_a_state(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert with_file.generate("abc", max_tokens=8, temperature=0) == tuned.generate("abc", max_tokens=8, temperature=0)
     gss.train(None, corpus, out, quiet=True, steps=14, allow=["steps"])
     assert len(losses(out)) == 14
-    with pytest.raises(ValueError, match="is a tuned first state"):
+    with pytest.raises(ValueError, match="is a tuned initial state"):
         tune(corpus, out, tmp_path / "no")
 
 
@@ -268,7 +268,7 @@ def test_the_commands(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert "with the recipe lora, for LoRA of rank 2" in said
     assert "of which" in said
     again = call("train", "--data", corpus, "--out", tmp_path / "lora", "--set", "steps=3", "--allow", "steps")
-    assert "with the settings that the run" in again
+    assert "using the settings of the run" in again
     assert gss.load(tmp_path / "lora").step == 3
 
 
@@ -284,7 +284,7 @@ def test_the_commands(corpus: Path, finished: Path, tmp_path: Path) -> None:
 def test_the_recipe_is_chosen(corpus: Path, tmp_path: Path, settings: dict[str, object], recipe: str) -> None:
     preset = None if "start" in settings else "gss-hybrid-tiny"
     config, said = plan(corpus, tmp_path / "out", preset, None, settings)
-    assert said.startswith(f"with the recipe {recipe}, for ")
+    assert said.startswith(f"using the recipe {recipe}, for ")
     named, nothing = plan(corpus, tmp_path / "out", preset, recipe, settings)
     assert (config, nothing) == (named, "")
     assert config.steps <= 600
@@ -322,7 +322,7 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
     found, said = decay(often)
     assert found == 1.0
     assert "recipe muon" in said
-    assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, hence with a weight decay of 1")
+    assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, so the weight decay is 1")
     assert decay(often, **{"optimizer.weight_decay": 0.3})[0] == 0.3
     assert decay(often, optimizer={"weight_decay": 0.3, "clip_norm": 2.0})[0] == 0.3
     assert decay(often, optimizer=OptimizerConfig(weight_decay=0.3))[0] == 0.3
@@ -357,7 +357,7 @@ def test_what_cannot_be(corpus: Path, tmp_path: Path, settings: dict[str, object
 def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_path: Path) -> None:
     """Another model is not resumed with --allow, and weights without an optimizer are to be started from."""
     changed = small_config(model__pattern='["gss"]')
-    with pytest.raises(ValueError, match=r"model\.pattern was .*give another --out$"):
+    with pytest.raises(ValueError, match=r"model\.pattern was .*choose another --out$"):
         gss.train(changed, corpus, finished, quiet=True)
     with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
         gss.train(small_config(steps=13), corpus, finished, quiet=True)
@@ -366,5 +366,5 @@ def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_pa
         gss.train(preset, corpus, finished, quiet=True)
     shutil.copytree(box.folder(), tmp_path / "copy")
     assert gss.load(tmp_path / "copy").step == gss.load().step
-    with pytest.raises(ValueError, match=r"no training that could be resumed.*with --from"):
+    with pytest.raises(ValueError, match=r"has weights only.*with --from"):
         gss.train("gss-hybrid-small", corpus, tmp_path / "copy", quiet=True)

@@ -1,7 +1,7 @@
-"""Correctness before speed: compare what is measured with plain arithmetic in float64, and refuse where it differs.
+"""Correctness before speed: compare results with plain arithmetic in float64, and refuse to report on wrong ones.
 
-The limit is what reduced precision costs anyway: a path may be as far from float64 as bf16 operands are, or a few times
-as far as plain PyTorch in the same precision, and never further.
+The limit is the unavoidable error of reduced precision: a path may be as far from float64 as bf16 operands are, or a
+few times as far as plain PyTorch in the same precision.
 """
 
 from collections.abc import Iterable, Sequence
@@ -105,7 +105,7 @@ def checked(name: str, what: str, *results: Sequence[Tensor], least: float | Non
     limit = max(least or (BF16_LIMIT if measured[0].is_cuda else FLOAT32_LIMIT), factor * usual)
     if not own <= limit:
         raise ValueError(
-            f"{what}: {own:.1e} away from float64 (plain paths: {usual:.1e}, limit {limit:.1e}), so nothing is reported"
+            f"{what}: off by {own:.1e} from float64 (plain PyTorch {usual:.1e}, limit {limit:.1e}); nothing is reported"
         )
     return Figure(name, own, "relative error", limit, f"plain {usual:.1e}")
 

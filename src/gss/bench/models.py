@@ -1,7 +1,7 @@
 """Training steps, prefill and decoding of a preset, in tokens per second.
 
-bf16 autocast on a GPU, float32 on a CPU, random tokens in memory; medians after a warm-up. What is timed is checked
-first, and nothing is reported where it differs from plain arithmetic.
+bf16 autocast on a GPU, float32 on a CPU, random tokens in memory; medians after a warm-up. Results are checked against
+plain arithmetic first, and nothing is reported if they differ.
 """
 
 import statistics
@@ -83,7 +83,7 @@ def measure_training(
         step = Batch(inputs, targets, mask, starts, 0, 0)
         first = stepper.step(step, 0).loss.item()
         if not abs(first - expected) <= 5e-3 * abs(expected):
-            raise ValueError(f"{name}: the first step's loss is {first:.4f}, the plain float32 one {expected:.4f}")
+            raise ValueError(f"{name}: the first step's loss is {first:.4f}, but {expected:.4f} in plain float32")
         model.train()
         seconds = statistics.median(intervals(lambda: stepper.step(step, 1), repeats, device, warmup=2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

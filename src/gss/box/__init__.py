@@ -1,7 +1,7 @@
-"""The model that comes with the package: a small GSS-Hybrid on books, used where no run is named.
+"""The bundled model: a small GSS-Hybrid trained on books, used if no run is named.
 
-`folder` says where it is; it is a run folder like any other, with weights in bf16 and a card (docs/box.md says how it
-is made). Imports no torch.
+`folder` returns its location. It is an ordinary run folder, with weights in bf16 and a model card; docs/box.md says how
+it is made. Imports no torch.
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ SHIPPED = Path(__file__).parent / "model"
 
 
 def folder() -> Path:
-    """The folder of the model that comes with this build; ValueError where none does."""
+    """The folder of the bundled model; ValueError if this build has none."""
     if not (SHIPPED / "config.json").is_file():
         raise ValueError(
-            "no run is named, and this build comes without a model of its own: name a run folder (`gss train` makes "
-            f"one), or make a model for the box and put its folder at {SHIPPED} (docs/box.md)"
+            "no run given, and this build has no bundled model: name a run folder (`gss train` makes one), or make a "
+            f"bundled model and put its folder at {SHIPPED} (docs/box.md)"
         )
     return SHIPPED

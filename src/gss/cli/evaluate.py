@@ -1,4 +1,4 @@
-"""Commands that score a model: eval, by sequence length; probe, how much of its context it uses."""
+"""Commands that score a model: eval (perplexity by sequence length) and probe (how much of its context it uses)."""
 
 import csv
 import json
@@ -32,9 +32,7 @@ def evaluate_command(
     run: Run = None,
     split: Annotated[str, Option(help="The split to score.")] = "valid",
     lengths: Annotated[str, Option(help="Sequence lengths, separated by commas.")] = "512,4096,16384,65536",
-    carry_state: Annotated[
-        bool, Option("--carry-state", help="Also score whole documents, with the state carried.")
-    ] = False,
+    carry_state: Annotated[bool, Option("--carry-state", help="Also score whole documents.")] = False,
     state: State = None,
     step: Step = None,
     max_tokens: Annotated[int | None, Option(help="Score at most this many tokens. Default: all.")] = None,
@@ -197,16 +195,12 @@ def context(
 def tasks(
     preset: Annotated[str, Option(help="The model: see `gss presets`.")],
     task: Annotated[str, Option(help="induction, selective-copying, recall or passkey.")] = "recall",
-    pairs: Annotated[
-        int | None, Option("--pairs", "--items", help="Number of pairs, items, or digits of the passkey.")
-    ] = None,
+    pairs: Annotated[int | None, Option("--pairs", "--items", help="Pairs, items, or passkey digits.")] = None,
     vocabulary: Annotated[int | None, Option(help="Number of ids. Default: the task's, 8,192 for recall.")] = None,
     length: Annotated[int, Option(help="Tokens per training sequence.")] = 512,
     lengths: Annotated[str, Option(help="More lengths to test at, separated by commas.")] = "",
     width: Annotated[int | None, Option(help="The model's width.")] = None,
-    settings: Annotated[
-        list[str] | None, Option("--set", help="A setting of the model, or optimizer.NAME=VALUE; repeatable.")
-    ] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="A setting of the model, or optimizer.…=…")] = None,
     steps: Annotated[int, Option(help="Training steps, including those of the curriculum.")] = 2000,
     rows: Annotated[int, Option(help="Sequences per step.")] = 64,
     curriculum: Annotated[

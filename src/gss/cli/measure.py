@@ -34,9 +34,7 @@ def bench_command(
         Option(metavar="BATCHxLENGTH", help="Rows, and tokens per row (decode: of context); repeatable."),
     ] = None,
     piece: Annotated[int | None, Option(min=1, help="Prefill: tokens read at a time. Default: all.")] = None,
-    compile_: Annotated[
-        bool | None, Option("--compile/--no-compile", help="Compile layers. Default: only to train on a GPU.")
-    ] = None,
+    compile_: Annotated[bool | None, Option("--compile/--no-compile", help="Default: to train on a GPU.")] = None,
     repeats: Annotated[int, Option(min=1, help="Number of timed runs; the median is reported.")] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -95,9 +93,7 @@ def report_command(
     lengths: Annotated[str | None, Option(help="Lengths, separated by commas. Default: the paper's.")] = None,
     again: Annotated[bool, Option("--again", help="Score again, even if scores are stored.")] = False,
     device: Device = "auto",
-    prompt: Annotated[
-        str | None, Option(help="Generate samples from this prompt. Default: show each run's newest sample.")
-    ] = None,
+    prompt: Annotated[str | None, Option(help="Prompt for samples. Default: show each run's newest sample.")] = None,
 ) -> None:
     """Write a report on one or more runs: curves, scores by length, how far back models look, sample text."""
     from gss.io.devices import pick_device

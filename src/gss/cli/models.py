@@ -1,4 +1,4 @@
-"""Commands on models without data: presets, params, settings, export, import, quantize; and what a shell completes."""
+"""Commands on models without data: presets, params, settings, export, import, quantize; and shell completion."""
 
 import ast
 import inspect
@@ -113,9 +113,7 @@ def presets_command() -> None:
 
 def params_command(
     preset: Annotated[str, Argument(help="A preset: see `gss presets`.", autocompletion=complete_preset)],
-    settings: Annotated[
-        list[str] | None, Option("--set", help="A model setting, e.g. depth=8 or state_space.modes=64; repeatable.")
-    ] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="A setting: depth=8, state_space.modes=64.")] = None,
     length: Annotated[int, Option(help="Sequence length at which FLOPs and state are counted.")] = 4096,
     as_json: AsJson = False,
 ) -> None:
@@ -143,9 +141,7 @@ def params_command(
     console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(
-        f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training takes three times that."
-    )
+    console.print(f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training: three times that.")
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 

@@ -1,4 +1,4 @@
-"""Commands that train: train, and quickstart, which goes from data to report once."""
+"""Commands that train: train, and quickstart, which does everything once from data to report."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""From text to batches of token ids; knows nothing of models.
+"""From text to batches of token ids. Independent of models.
 
 text -> sources -> formats -> chunks -> tokenizer -> parts -> shards -> batches
 """

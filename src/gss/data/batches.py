@@ -1,11 +1,11 @@
 """Batches: which tokens each row of each step reads, as a pure function of (seed, step, batch size, length).
 
-There is no iterator state: asking for a step gives that step, on any rank, after any restart. A rank takes its
-contiguous rows of the global batch, so that the global batch is the same for every world size.
+There is no iterator state: you can ask for any step, on any rank, after any restart. Each rank takes contiguous rows of
+the global batch, so the global batch is the same for every world size.
 
-A document's targets are its stored ids, its end-of-document id included; the input at each position is the id before.
-Before a document's first id comes the end-of-document id, which is also what precedes it in the token file, so
-inputs are targets shifted by one everywhere. B batch, L length.
+A document's targets are its stored ids, including its end-of-document id; the input at each position is the id before.
+The input before a document's first id is the end-of-document id. That id also precedes it in the token file, so inputs
+are targets shifted by one everywhere. B batch, L length.
 """
 
 import heapq
@@ -66,7 +66,7 @@ class Batches:
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         if length < 1 or batch_size < 1:
-            raise ValueError(f"length and batch size are at least 1, not {length} and {batch_size}")
+            raise ValueError(f"length and batch size must be at least 1, not {length} and {batch_size}")
         self.dataset, self.length, self.batch_size, self.seed = dataset, length, batch_size, seed
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch[npt.NDArray[Any]]:
@@ -76,7 +76,7 @@ class Batches:
         if world < 1 or not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not one of {world}")
         if self.batch_size % world:
-            raise ValueError(f"a batch of {self.batch_size} rows does not divide among {world} ranks")
+            raise ValueError(f"a batch of {self.batch_size} rows cannot be divided among {world} ranks")
         self.dataset.check_file()
         share = self.batch_size // world
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -268,7 +268,7 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
         import torch
 
         if depth < 1:
-            raise ValueError(f"prefetching keeps at least 1 batch, not {depth}")
+            raise ValueError(f"depth must be at least 1, not {depth}")
         self._device = torch.device(device)
         self._thread = ThreadPoolExecutor(1, "gss-prefetch")
         steps = count(start_step) if stop_step is None else range(start_step, stop_step)

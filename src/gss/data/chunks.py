@@ -1,8 +1,8 @@
-"""Long documents in chunks: where UTF-8 bytes may be cut, and what is known of each chunk.
+"""Long documents in chunks: where UTF-8 bytes may be cut, and the record of each chunk.
 
 A document of up to CHUNK bytes is one chunk. A longer one is cut near every multiple of CHUNK, at the end of a line if
-one is within reach, so that memory is bounded and any range of chunks can be read on its own, by any process, with the
-same result. The cuts depend on the document's bytes alone. Knows nothing of tokens.
+there is one nearby. Memory is therefore bounded, and any process can read any range of chunks on its own with the same
+result. The cuts depend only on the document's bytes. Independent of tokens.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Formats: from a span of a source to its documents, chunk by chunk.
 
-A span is what one process reads in one go: a file, a range of one, or a folder that makes one document. Spans are plain
-data, found by `sources`. A document that turns out bad raises Skip while it is read. Nothing here knows of tokens.
+A span is the unit that one process reads: a file, a range of one, or a folder that makes one document. Spans are plain
+data, found by `sources`. Reading a bad document raises Skip. Independent of tokens.
 """
 
 import codecs

@@ -1,7 +1,7 @@
-"""LaTeX articles: one document from a folder or an archive, with the files that it includes put in their places.
+"""LaTeX articles: one document from a folder or an archive, with included files inserted in their places.
 
-Reads `.tar`, compressed tars, `.zip`, and arXiv's single gzipped `.tex`. Nothing is unpacked to disk, so that a
-hostile archive can name any path without effect. Knows nothing of splits or tokens.
+Reads `.tar`, compressed tars, `.zip`, and arXiv's single gzipped `.tex`. Nothing is unpacked to disk, so paths in a
+hostile archive have no effect. Independent of splits and tokens.
 """
 
 import gzip

@@ -1,11 +1,11 @@
-"""Parts: what each process makes of its share of the spans, and how all of them become the files of a corpus.
+"""Parts: each process turns its share of the spans into a part, and `merge_parts` turns all parts into a corpus.
 
-A part is a folder with token ids and a record of each chunk. It appears under its final name only when it is complete,
-so that a part that exists is a part that is done, and knows nothing of other parts: splits by hash, duplicates and
-documents that reach over parts are settled by `merge_parts`, which reads the parts in order, from a disk or from URLs.
-Which documents are kept, and where they go, is known only when every part is there; then each token is read once and
-written to its split. Memory is bounded by the largest part, whatever the number of documents: duplicates are found in
-buckets of digests. The result depends on the parts' contents alone.
+A part is a folder with token ids and a record of each chunk. It gets its final name only when it is complete, so a part
+that exists is finished. Parts are independent: splits by hash, duplicates, and documents that extend over several parts
+are resolved by `merge_parts`, which reads the parts in order, from disk or from URLs. It first decides which documents
+are kept and in which split, then reads each token once and writes it to its split. Memory is bounded by the largest
+part, whatever the number of documents, because duplicates are found in buckets of digests. The result depends only on
+the contents of the parts.
 """
 
 import hashlib

@@ -1,10 +1,9 @@
 """Prepare: from sources to a corpus folder of token files, in parallel, resumable, on one machine or on several.
 
-The plan (which spans, in which parts) depends on names and sizes alone. A machine makes its share of the parts, which
-is all of them or every n-th, in `<out>.preparing`; those that exist are not made again. When all parts are there they
-are merged, on the spot or by `merge_shares` from several machines, and the finished folder is renamed into place: `out`
-is whole or it is not there. The result does not depend on the number of processes or machines, nor on how often the
-work was interrupted.
+The plan (which spans, in which parts) depends only on names and sizes. A machine makes its share of the parts (all of
+them, or every n-th) in `<out>.preparing`, and skips those that exist. Once all parts exist, they are merged, either
+directly or by `merge_shares` from several machines, and the finished folder is renamed into place: `out` is either
+complete or absent. The result does not depend on the number of processes or machines, or on interruptions.
 """
 
 import hashlib
@@ -66,7 +65,7 @@ def prepare(
     check_shares(valid, test)
     number, machines = share
     if not 1 <= number <= machines:
-        raise ValueError(f"part {number}/{machines}: parts are counted from 1/{machines} to {machines}/{machines}")
+        raise ValueError(f"part {number}/{machines}: parts are numbered from 1/{machines} to {machines}/{machines}")
     spans = find_spans(list(sources), options, {"valid": valid, "test": test})
     parts = make_parts(spans, options.span_bytes)
     # The identity of what is asked for: the same request gives the same corpus.
@@ -103,7 +102,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     """Make a corpus of the shares that `prepare` made on several machines: folders or URLs, in any order."""
     found = [(share, _read_share(share)) for share in shares]
     if not found:
-        raise ValueError("name the folders that gss prepare --part made")
+        raise ValueError("no parts given: name the folders made by gss prepare --part")
     found.sort(key=lambda pair: pair[1]["share"])
     first, machines = found[0][1], found[0][1]["share"][1]
     for share, asked in found:
@@ -114,7 +113,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
     given = [asked["share"] for _, asked in found]
     if len(given) != machines or given != [[number, machines] for number in range(1, machines + 1)]:
         names = ", ".join(f"{number}/{of}" for number, of in given)
-        raise ValueError(f"a corpus of {machines} parts needs each of them once, and these are {names}")
+        raise ValueError(f"a corpus of {machines} parts needs each of them once, but these are {names}")
     with _working_folder(Path(out), []) as work:
         there = _already_there(Path(out), {**first, "share": [1, 1]}, [], force)
         return there or _merge([share for share, _ in found], work, Path(out))
@@ -129,7 +128,7 @@ def _read_share(share: str) -> dict[str, Any]:
         if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{share} does not describe a part of a corpus: prepare it again, with --force") from None
+        raise ValueError(f"{share} is not a valid part of a corpus: prepare it again, with --force") from None
     return asked
 
 
@@ -179,7 +178,7 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
     for folder in (target, work):
         resolved = folder.resolve()
         if any(place.is_relative_to(resolved) for place in places):
-            raise ValueError(f"{folder} is a source or holds one, and would be replaced: choose another --out")
+            raise ValueError(f"{folder} contains a source, which would be overwritten: choose another --out")
     work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as held:
         try:

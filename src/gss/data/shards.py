@@ -3,8 +3,8 @@
 For each split: `<split>.tokens`, every document's ids followed by the end-of-document id; `<split>.documents`, columns
 of little-endian 64-bit numbers one after another (where each document's tokens end, its bytes, its words, its digest
 in two halves); `<split>.names`, one JSON string per line. `manifest.json` counts and hashes all of it, and itself. It
-holds no times or absolute paths, so that the same corpus gives the same bytes. `parts` writes these files; everything
-here but `write_manifest` only reads. Knows nothing of how documents become batches.
+contains no times or absolute paths, so the same corpus gives the same bytes. `parts` writes these files; everything
+here except `write_manifest` only reads. Independent of batches.
 """
 
 import hashlib
@@ -80,9 +80,9 @@ def read_sealed(path: str, *forms: str) -> Manifest:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus again, with --force") from error
     if found == SHARE_FORMAT and not forms:
-        raise ValueError(f"{path} belongs to one part of a corpus: combine all its parts with gss merge")
+        raise ValueError(f"{path} belongs to one part of a corpus: merge all parts with gss merge")
     if found not in (forms or (FORMAT,)) or version != VERSION:
-        raise ValueError(f"{path}: format {found!r} version {version!r} is not one that gss reads")
+        raise ValueError(f"{path}: gss cannot read format {found!r} version {version!r}")
     if _hash(content) != stated:
         raise ValueError(f"{path} was altered (its hash differs): prepare the corpus again, with --force")
     return Manifest(content, stated)
@@ -193,7 +193,7 @@ class Dataset:
         if self.folder is not None:
             path = self.folder / f"{self.split}.tokens"
             if path.exists() and path.stat().st_size < self.tokens.nbytes:
-                raise ValueError(f"{path} has become shorter while it was in use: prepare the corpus again")
+                raise ValueError(f"{path} was truncated while it was in use: prepare the corpus again")
 
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
@@ -210,7 +210,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     manifest = read_manifest(root)
     if split not in manifest.splits:
         hint = f": prepare it with a larger share for that (--{split})" if split in ("valid", "test") else ""
-        raise ValueError(f"{root} has no split {split!r} but {', '.join(manifest.splits)}{hint}")
+        raise ValueError(f"{root} has no split {split!r}, only {', '.join(manifest.splits)}{hint}")
     facts = manifest.splits[split]
     for name, stated in facts["files"].items():
         path = root / name
@@ -227,7 +227,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
     ends, sizes, words = index[:3]
     orderly = len(ends) and ends[0] >= 1 and ends[-1] == len(tokens) and bool((ends[1:] > ends[:-1]).all())
     if not orderly or (index[1:3] < 0).any():
-        raise ValueError(f"{root / f'{split}.documents'} does not fit its tokens: prepare the corpus again")
+        raise ValueError(f"{root / f'{split}.documents'} does not match its tokens: prepare the corpus again")
     if verify:
         for low in range(0, len(tokens), 1 << 24):
             check_ids(tokens[low : low + (1 << 24)], manifest.tokenizer["vocab_size"], root)
@@ -238,7 +238,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
 def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
-        raise ValueError(f"{where}: token id {ids.max()} is beyond the vocabulary of {vocab_size}: prepare it again")
+        raise ValueError(f"{where}: token id {ids.max()} is outside the vocabulary of {vocab_size}: prepare it again")
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:

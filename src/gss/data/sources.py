@@ -1,8 +1,8 @@
-"""Sources: from what the user names (paths, URLs, or a recipe) to the spans that will be read, in a fixed order.
+"""Sources: from the paths, URLs or recipe that the user names to the spans that will be read, in a fixed order.
 
-Recipes are the corpora of the paper by their names, and the standard library of this Python. `pg19` and `lm1b` come
-from a copy in their published formats or from the hub; `arxiv` and `github` from a local folder, as neither was ever
-released. Looks at names and sizes only; contents are read later by `formats`. Knows nothing of tokens.
+Recipes are the paper's corpora and the standard library of this Python. `pg19` and `lm1b` come from a copy in their
+published formats or from the hub; `arxiv` and `github` come from a local folder, since neither was ever released. Looks
+only at names and sizes; `formats` reads the contents later. Independent of tokens.
 """
 
 import os
@@ -53,7 +53,7 @@ class SourceOptions:
 
     def __post_init__(self) -> None:
         if self.splits not in SPLIT_RULES:
-            raise ValueError(f"splits are one of {', '.join(SPLIT_RULES)}, not {self.splits!r}")
+            raise ValueError(f"splits must be one of {', '.join(SPLIT_RULES)}, not {self.splits!r}")
         if self.span_bytes < 1:
             raise ValueError(f"a span has at least 1 byte, not {self.span_bytes}")
 
@@ -68,7 +68,7 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
     recipes = [source for source in sources if source in RECIPES]
     if recipes:
         if len(sources) > 1:
-            raise ValueError(f"the recipe {recipes[0]!r} cannot be combined: prepare other sources into another folder")
+            raise ValueError(f"the recipe {recipes[0]!r} cannot be combined: prepare other sources separately")
         return RECIPES[recipes[0]](options)
     if options.local is not None:
         raise ValueError(f"--from is for recipes ({', '.join(RECIPES)}): give paths as sources")
@@ -183,10 +183,10 @@ def _source_files(source: str, options: SourceOptions) -> list[Span]:
     if readable := [file for file in found if file.kind]:
         return readable
     if len(found) == 1 and "/" not in found[0].name:
-        raise ValueError(f"{source} ends in none of {_READ}: if text, add --suffix {Path(source).suffix or source}")
+        raise ValueError(f"{source} is not one of {_READ}: if it is text, add --suffix {Path(source).suffix or source}")
     if not found and not is_url(source) and not Path(source).is_dir():
         raise ValueError(f"no source {source}: it is not a file, a folder or one of {', '.join(RECIPES)}")
-    raise ValueError(f"{source} holds no {_READ} file; name other endings of text files with --suffix")
+    raise ValueError(f"{source} has no {_READ} file; name other text file extensions with --suffix")
 
 
 def unread_endings(sources: Sequence[str], options: SourceOptions) -> dict[str, int]:
@@ -227,7 +227,7 @@ def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
         return
     columns = metadata.schema.to_arrow_schema().names
     if whole.field not in columns:
-        raise ValueError(f"{whole.path} has no column {whole.field!r} but {', '.join(columns)}: name one with --field")
+        raise ValueError(f"{whole.path} has no column {whole.field!r}, only {', '.join(columns)}: choose with --field")
     for group in range(metadata.num_row_groups):
         yield replace(whole, size=metadata.row_group(group).total_byte_size, start=group, stop=group + 1)
 

@@ -1,8 +1,8 @@
 """Vocabularies: bytes, a `tokenizer.json` of the tokenizers library, or a SentencePiece `.model`.
 
-Every tokenizer turns text into ids and back, knows its end-of-document id, its hash and what it loses, and
-saves itself to a folder that travels with prepared data and checkpoints. It knows nothing of documents' sources
-or of token files. Special tokens are never added: the end-of-document id is put there by whoever writes documents.
+Every tokenizer turns text into ids and back, knows its end-of-document id, its hash and what it loses, and saves itself
+to a folder that is stored with prepared data and checkpoints. Special tokens are never added: the code that writes
+documents adds the end-of-document id. Independent of sources and token files.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ class ByteTokenizer(Tokenizer):
 
     def _open(self, eos: str | None, where: str) -> None:
         if eos is not None:
-            raise ValueError(f"{where} ends documents with an id of its own, not {eos!r}: leave out --eos")
+            raise ValueError(f"{where} has its own end-of-document id, not {eos!r}: leave out --eos")
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)

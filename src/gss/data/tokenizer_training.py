@@ -1,8 +1,8 @@
-"""Training SentencePiece vocabularies that lose nothing: any text comes back as it was.
+"""Training lossless SentencePiece vocabularies: decoding gives back any text exactly.
 
-Text is sampled from sources into a temporary file, and the library trains on it in a process of its own. Spaces,
-newlines and tabs are pieces like any other, and bytes stand in for rare characters. Knows nothing of splits: held-out
-text should not be among the sources.
+Text is sampled from sources into a temporary file, and the library trains on it in a separate process. Spaces, newlines
+and tabs are ordinary pieces, and rare characters become bytes. There are no splits here: keep held-out text out of the
+sources.
 """
 
 import json
@@ -51,9 +51,9 @@ def train_tokenizer(
 ) -> SentencePieceTokenizer:
     """Train a vocabulary on at most `max_bytes` of text, taken evenly from the train split of the sources."""
     if model not in MODELS:
-        raise ValueError(f"a model is one of {', '.join(MODELS)}, not {model!r}")
+        raise ValueError(f"the model must be one of {', '.join(MODELS)}, not {model!r}")
     if vocab_size < SMALLEST:
-        raise ValueError(f"a vocabulary with bytes for rare characters has at least {SMALLEST} ids, not {vocab_size}")
+        raise ValueError(f"a vocabulary with bytes for rare characters needs at least {SMALLEST} ids, not {vocab_size}")
     target = Path(out)
     if target.exists() and any(target.iterdir()):
         if not (target / DESCRIPTION).is_file():

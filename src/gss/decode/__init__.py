@@ -1,7 +1,7 @@
 """Decoding: from prompts to tokens, on one engine.
 
-`prefill` reads prompts, `blocked` steps through tokens (`cuda`: as CUDA graphs), `sampler` draws, and `engine` puts
-them together for requests that come and go. `gss.generate` and `gss.serve` are its clients.
+`prefill` reads prompts, `blocked` steps through tokens (`cuda`: as CUDA graphs), `sampler` draws, and `engine` combines
+them to serve requests that come and go. Its clients are `gss.generate` and `gss.serve`.
 """
 
 from gss.decode.blocked import BLOCK, Decoder, decoder

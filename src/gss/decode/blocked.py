@@ -1,9 +1,9 @@
-"""Decoders: a model that continues from a state quickly, one token of each row at a time.
+"""Decoders: they continue quickly from a state, one token of each row at a time.
 
-Exactly the model's own answers (the same state in, the same logits and state out), with parameters prepared once,
-caches written in place, and state spaces that touch their states once in a block of tokens. How a layer does that is
-its own plan; a decoder knows rows, blocks and the sampler. `Decoder` runs on any device in any precision;
-`gss.decode.cuda.GraphDecoder` is the same as a CUDA graph. `decoder` picks the fastest that fits.
+A decoder gives exactly the model's own results: the same state in, the same logits and state out. It is faster because
+parameters are prepared once, caches are written in place, and state spaces access their states once per block of
+tokens. Each layer supplies its own plan; the decoder handles rows, blocks and the sampler. `Decoder` runs on any device
+in any precision; `gss.decode.cuda.GraphDecoder` does the same as a CUDA graph. `decoder` picks the fastest that fits.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class BlockedDecoder:
         The last of them has been drawn and not yet read. All of `Draw` is [count, B, …].
         """
         if count < 1:
-            raise ValueError(f"at least 1 token is generated, not {count}")
+            raise ValueError(f"count must be at least 1, not {count}")
         self._settle()
         if tokens is not None:
             self._set_tokens(tokens)

@@ -1,15 +1,15 @@
-"""Decoding on a GPU: steps of a model as CUDA graphs, the sampler inside.
+"""Decoding on a GPU: steps of a model as CUDA graphs, including the sampler.
 
-The same answers as `gss.decode.Decoder` in reduced precision, to rounding: weights are rounded to bfloat16
-once; the residual stream and every sum stay float32, the modes of state spaces float64.
+Up to rounding, the results are those of `gss.decode.Decoder` in reduced precision: weights are rounded to bfloat16
+once; the residual stream and all sums stay float32, the modes of state spaces float64.
 
 Rows have places in buffers for 1, 2, 4, 8, … rows (at first, for as many as there are). A row that leaves frees its
-place and nothing moves; where there are too few places, or many more than rows, all rows change to other buffers.
-Buffers and their graphs are kept.
+place and nothing moves. If there are too few places, or many more than rows, all rows move to other buffers. Buffers
+and their graphs are kept.
 
-A row that has been alone since it joined can speculate: a graph of its own looks up a draft, reads it and the next
-token as if they were rows, draws after each, and moves the row on by what it keeps, several times over. The host learns
-how much that was when it comes back for more.
+A row that has been alone since it joined can speculate. A separate graph looks up a draft, reads it and the next token
+as if they were rows, draws after each, and advances the row by the tokens that are kept, several times over. The host
+learns how many those were when it asks for more.
 """
 
 import math
@@ -101,7 +101,7 @@ class GraphDecoder(BlockedDecoder):
         super().__init__(model, block)
         self._layers = layers or plans(model, block)
         if not self._layers:
-            raise ValueError("the model has parts that the kernels lack: use gss.decode.decoder, which picks what fits")
+            raise ValueError("the model has layers without GPU kernels: use gss.decode.decoder instead")
         config, weight = model.config, model.embedding.weight.detach()
         self._embedding, self._head, self._norm = weight, weight.to(torch.bfloat16), norm_pair(model.norm)
         self._wavenumber = None

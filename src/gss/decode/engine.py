@@ -1,16 +1,15 @@
 """The engine: one batch on one model, in which requests come and go between steps.
 
-A request's prompt is read in pieces (`prefill`); then its continuations join the batch, and every `step` gives each of
-them its next tokens, drawn on the device. What a continuation is does not depend on what runs beside it (but for
-rounding, in bfloat16). On a GPU a step is several tokens, and the host looks at them while the device is already at
-the next ones.
+A request's prompt is read in pieces (`prefill`). Then its continuations join the batch, and every `step` gives each of
+them its next tokens, drawn on the device. A continuation does not depend on the rest of the batch (except for rounding,
+in bfloat16). On a GPU, a step produces several tokens, and the host looks at them while the device computes the next.
 
     engine = Engine(model)
     engine.submit(Request(prompt=[1, 2, 3], max_tokens=100))
     for output in engine.run():
         print(output.tokens, output.finish)
 
-Knows requests, models and states; nothing of text, threads or HTTP.
+Independent of text, threads and HTTP.
 """
 
 from collections import deque
@@ -41,7 +40,7 @@ class _Row:
     def accept(self, tokens: list[int], scores: list[Score]) -> Output:
         """Take the next tokens, up to the last that is wanted."""
         if -1 in tokens:
-            raise ValueError("the model gives logits that are not finite: its weights or its checkpoint are broken")
+            raise ValueError("the model's logits are not finite: its weights or checkpoint are broken")
         tokens = tokens[: self.left]
         if self.request.eos_id in tokens:
             tokens = tokens[: tokens.index(self.request.eos_id)]
@@ -103,7 +102,7 @@ class Engine:
         if piece is None:
             piece = 65_536 if self._device.type == "cuda" else 4096
         if rows < 1 or piece < 1:
-            raise ValueError(f"a batch has at least 1 row and a piece at least 1 token, not {rows} and {piece}")
+            raise ValueError(f"rows and piece must be at least 1, not {rows} and {piece}")
         self.model, self.max_rows, self.precision = model, rows, resolved(precision, model)
         self.cache = PrefixCache(cache_bytes)
         self.prompts = Prefill(model, self.cache, piece)

@@ -1,8 +1,7 @@
-"""Speculation by lookup: what followed the last few tokens when they came before is likely to follow again.
+"""Speculative decoding by lookup: the tokens that followed an earlier occurrence of the last few are the draft.
 
-A draft costs nothing to make, and a decoder verifies it in one step: as many of its tokens are kept as the sampler
-would have drawn itself, so the output is what it would be without, draw by draw. Code and mathematics repeat
-themselves most.
+A draft costs almost nothing, and a decoder verifies it in one step. It keeps exactly the tokens that the sampler would
+have drawn anyway, so the output is the same as without drafts. Code and mathematics gain most: they repeat themselves.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,9 @@
 """Prefill: prompts are read in pieces, in parallel within a piece.
 
-`read` reads a batch of equally long sequences. `Prefill` reads prompts of any lengths, a piece per round, so that what
-is being generated beside them does not have to wait for long. Prompts take turns, and those whose next pieces are
-equally long are read side by side. A prompt starts from the longest prefix whose state is cached; where another one
-that is being read will soon have gone through the same tokens, it waits for that. Either way a shared prefix is read
-once.
+`read` reads a batch of equally long sequences. `Prefill` reads prompts of any lengths, one piece per round, so that
+running sequences never wait long. Prompts take turns, and those whose next pieces are equally long are read as one
+batch. A prompt starts from the longest prefix whose state is cached. If another prompt is about to read the same
+tokens, it waits for that one. Either way, a shared prefix is read once.
 """
 
 import hashlib

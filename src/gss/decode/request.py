@@ -1,4 +1,4 @@
-"""What a decode engine is asked for, and what it answers: tokens, nothing of text."""
+"""Requests to a decode engine, and its outputs: tokens, not text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

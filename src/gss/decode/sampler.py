@@ -1,9 +1,8 @@
-"""The sampler: the next token of every row from its logits, each row with settings and a seed of its own.
+"""The sampler: draws the next token of every row from its logits, with settings and a seed per row.
 
-Everything is torch operations on tensors of fixed shapes, without a look at their values on a GPU, so that a CUDA graph
-can hold it. One kernel of a GPU (`gss.ops.gpu.sample`) or one C function (`gss.ops.cpu`) does the same. Noise comes
-from a counter: a row's draw depends on its seed, its position and its logits alone, not on what stands beside it or on
-the device.
+It consists of torch operations on tensors of fixed shapes, and never reads values back from a GPU, so a CUDA graph can
+contain it. A GPU kernel (`gss.ops.gpu.sample`) or a C function (`gss.ops.cpu`) does the same in one call. Noise comes
+from a counter: a row's draw depends only on its seed, its position and its logits, not on other rows or the device.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""A builder of ONNX graphs, which the layers' exports call node by node. Knows nothing of models.
+"""A builder of ONNX graphs, which the layers' exports call node by node. Independent of models.
 
-Weights are stored in bf16, or as integers with scales, where that is exact; a runtime unpacks them once, when it loads
-the file.
+Weights are stored in bf16, or as integers with scales, if that is exact; a runtime unpacks them once, when it loads the
+file.
 """
 
 from collections.abc import Sequence

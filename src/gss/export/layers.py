@@ -1,6 +1,6 @@
 """The ONNX form of each kind of layer: a piece of 1 to 64 tokens and a state in, outputs and the next state out.
 
-There is no FFT: over so short a piece, a state space is a convolution with its first 64 taps, and the contribution of
+There is no FFT: over such a short piece, a state space is a convolution with its first 64 taps, and the contribution of
 the previous state is one product with powers of its modes. Tables of powers are computed in float64. A graph reads one
 sequence, so tensors have no batch dimension; complex numbers are two planes, real and imaginary.
 """

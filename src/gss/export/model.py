@@ -2,9 +2,9 @@
 
     tokens [L], position [1], layers.0.modes, …  →  logits [L, V], next.position, next.layers.0.modes, …
 
-L is from 1 to 64: one graph serves for decoding steps, for reading prompts in chunks, and for the rest of a prompt. The
-initial state is all zeros. Any file server can serve the page, which loads onnxruntime-web from a content delivery
-network, or from a local copy.
+L is 1 to 64: one graph serves for decoding steps, for prompts in chunks, and for the last, shorter chunk. The initial
+state is all zeros. Any file server can serve the page, which loads onnxruntime-web from a content delivery network, or
+from a local copy.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """The models in `transformers`: configuration, model, recurrent cache, tokenizers, export and import.
 
-Importing this package registers the classes with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, so that an
-exported folder loads by its path alone. Without the import it loads with `trust_remote_code=True`, through a file in
-the folder that imports these classes.
+Importing this package registers the classes with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, so exported
+folders load by path. Without the import, they load with `trust_remote_code=True`, through a file in the folder that
+imports these classes.
 
 >>> import gss.hf
 >>> model = transformers.AutoModelForCausalLM.from_pretrained("exported")

@@ -1,7 +1,7 @@
 """The configuration class for `transformers`: a `ModelConfig` as plain data, and the ids of special tokens.
 
-Everything about the model is in `ModelConfig`: every family is the same class with another mapping, and a field added
-there needs nothing here.
+Everything about the model is in `ModelConfig`. Every family is the same class with another mapping, and a field added
+there needs no change here.
 """
 
 from typing import Any

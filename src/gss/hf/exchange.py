@@ -1,6 +1,6 @@
 """Export a run folder for `transformers`, and import it back, with identical weights and vocabulary.
 
-Folders are written aside and renamed, so that they exist completely or not at all.
+Folders are written under a temporary name and renamed, so they exist completely or not at all.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> 
         try:
             exported.save_pretrained(aside)
         except SafetensorError as error:
-            raise OSError(f"could not write the weights to {target}, and removed them: {error}; make room") from error
+            raise OSError(f"could not write the weights to {target}: {error}; free some space and try again") from error
         for written in aside.glob("*.safetensors"):  # which the library keeps from everybody else
             written.chmod((aside / "config.json").stat().st_mode)
         convert_tokenizer(tokenizer).save_pretrained(aside)
@@ -73,7 +73,7 @@ def import_folder(folder: str | Path, out: str | Path) -> Path:
         config, known = read_config(source), read_exported(source)
         tokenizer, (model, step) = read_vocabulary(source), load_model(source, config)
         if tokenizer.vocab_size > model.config.vocab_size:
-            sizes = f"{tokenizer.vocab_size} ids, and the model {model.config.vocab_size}"
+            sizes = f"{tokenizer.vocab_size} ids, but the model {model.config.vocab_size}"
             raise ValueError(f"the vocabulary in {source} has {sizes}: they do not belong together")
         # The model's configuration replaces the run's, since its vocabulary may have grown.
         write_json(aside / "config.json", {**known["config"], "model": to_mapping(model.config)})

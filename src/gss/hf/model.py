@@ -1,8 +1,8 @@
 """`GSSForCausalLM`: a `LanguageModel` of any family behind the interface of `transformers`, and its cache.
 
-Translates inputs, outputs and caches; arithmetic, parameter names (below `model.`) and initialization are those of the
-language model, which has no attention mask: of a padded batch, each row's real tokens are read as if they were alone.
-Knows nothing of run folders or vocabularies.
+It translates inputs, outputs and caches. Arithmetic, parameter names (below `model.`) and initialization are those of
+the language model, which has no attention mask: in a padded batch, each row's real tokens are read as if on their own.
+Independent of run folders and vocabularies.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Our vocabularies as tokenizers of `transformers` with identical ids, and back.
 
 Byte and `tokenizer.json` vocabularies become fast tokenizers, a plain `tokenizer.json` that loads anywhere. A
-SentencePiece model stays one, in a class of ours, since no fast tokenizer gives its ids for every text. All of them put
-the end-of-document id in front of a text, as in training, and treat names of special tokens inside a text as text.
+SentencePiece model keeps its format, in a class of ours, since no fast tokenizer gives its ids for every text. All of
+them put the end-of-document id in front of a text, as in training, and treat names of special tokens as plain text.
 """
 
 import json

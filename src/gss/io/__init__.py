@@ -1,4 +1,4 @@
 """Files and devices: atomic files, checkpoints, run folders, states.
 
-Reading a run needs nothing of training. `files` knows nothing of models and imports no torch, so any part may use it.
+Reading a run does not need the training code. `files` imports no torch, so any part may use it.
 """

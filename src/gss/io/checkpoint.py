@@ -1,10 +1,9 @@
-"""Checkpoints on disk: written aside and renamed, hashed, and verified before use.
+"""Checkpoints on disk: written under a temporary name and renamed, hashed, and verified before use.
 
     checkpoints/step-00001000/model.safetensors  optimizer.safetensors  [lanes.safetensors]  trainer.json  manifest.json
 
-A folder with such a name is either complete or damaged: it gets its name only after everything in it has reached the
-disk. The manifest holds the size and SHA-256 of every file, and its own hash. Safetensors and JSON only: nothing here
-can run code from a file.
+A folder gets this name only after everything in it has reached the disk. The manifest holds the size and SHA-256 of
+every file, and its own hash. Safetensors and JSON only: nothing here can run code from a file.
 """
 
 import contextlib
@@ -77,8 +76,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], t
             remove(aside)
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
-            f"could not write the checkpoint of step {step}: {error}. Checkpoints before it are untouched; make room "
-            f"({shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}) and run the same command again to "
+            f"could not write the checkpoint of step {step}: {error}. Earlier checkpoints are untouched. Free some "
+            f"space ({shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}) and run the same command again to "
             "resume from the newest",
         ) from error
     return final

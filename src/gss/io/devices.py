@@ -15,7 +15,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} here): "
-            "start torchrun with --nproc-per-node of at most that many"
+            f"process {local_rank} of this machine has no GPU of its own: start torchrun with --nproc-per-node "
+            f"{torch.cuda.device_count()} at most"
         )
     return torch.device("cuda", local_rank)

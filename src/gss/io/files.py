@@ -1,6 +1,6 @@
 """Atomic files and folders, locks, and strict JSON, on Linux, macOS and Windows. Imports no torch.
 
-Everything is written aside and renamed once it has reached the disk.
+Everything is written under a temporary name and renamed once it has reached the disk.
 """
 
 import errno
@@ -70,7 +70,7 @@ def explained_full_disk(target: Path, outcome: str) -> Iterator[None]:
             raise
         raise OSError(
             error.errno,
-            f"no room left to write {target} ({os.strerror(error.errno)}): free some and run the same command again; "
+            f"no space left to write {target} ({os.strerror(error.errno)}): free some and run the same command again; "
             f"{outcome}",
         ) from error
 
@@ -80,7 +80,7 @@ def read_whole(path: Path) -> bytes:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > _LARGEST:
-        raise ValueError(f"{path} has {size:,} bytes, and a file of its kind at most {_LARGEST:,}")
+        raise ValueError(f"{path} is too large: {size:,} bytes, where {_LARGEST:,} are allowed")
     return path.read_bytes()
 
 

@@ -5,7 +5,7 @@
     metrics.jsonl      a row per step, and evaluations   samples/          text by step
     checkpoints/       see `checkpoint`
 
-Needs nothing of training, and reads only the weights of a checkpoint.
+Does not need the training code, and reads only the weights of a checkpoint.
 """
 
 import json
@@ -115,8 +115,8 @@ def _exported(folder: Path) -> tuple[Path, dict[str, Tensor], int]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(
-            f"{folder} has no weights in a safetensors file, and others are not read, since unpickling one may run "
-            "code: load the model where you trust it and write it anew with save_pretrained"
+            f"{folder} has no safetensors weights. Other formats are not read, because unpickling may run code: load "
+            "the model where you trust it, and save it again with save_pretrained"
         )
     for path in paths:
         if not path.is_file():

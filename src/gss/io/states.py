@@ -1,4 +1,4 @@
-"""Model states in safetensors files: what a model has read, or a tuned first state."""
+"""Model states in safetensors files: the state after a text, or a tuned initial state."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _SCALE = ":scale"
 
 
 def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> None:
-    """Write a state to a safetensors file, so that a long document is read once and continued any number of times.
+    """Write a state to a safetensors file, from which you can continue any number of times.
 
     With `int8` the file is a quarter of the size: every 64 values are rounded to multiples of a common scale.
 
@@ -35,7 +35,7 @@ def save_state(state: ModelState, path: str | Path, *, int8: bool = False) -> No
 
 
 def load_state(path: str | Path, device: torch.device | str = "cpu") -> ModelState:
-    """Read a state that `save_state` wrote. The model that continues from it checks that the state is its own.
+    """Read a state written by `save_state`. A model that continues from it checks that the state fits.
 
     >>> gss.save_state(gss.load(run).read("Once"), folder / "once.safetensors")
     >>> gss.load_state(folder / "once.safetensors").position

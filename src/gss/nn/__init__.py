@@ -1,1 +1,1 @@
-"""Modules with parameters. Every sequence layer keeps one contract: `layer(x, state) -> (y, state)`; see `state`."""
+"""Modules with parameters. Every sequence layer follows the same contract, `layer(x, state) -> (y, state)`: `state`."""

@@ -1,9 +1,9 @@
-"""Block-Recurrent Transformers: blocks on windows that read, and one of which writes, a recurrent state.
+"""Block-Recurrent Transformers: blocks on windows that read a recurrent state, which one of the blocks writes.
 
 The vectors of the state are updated once per window: they attend to the tokens of the recurrent block, in this window
-and the one before. Within a window every reading block attends to the vectors as they came in. `RecurrentLayer` is one
-block between others of any kind ("Rec"); `FeedbackLayer` is a whole stack that runs window by window, every block of
-which reads the vectors ("Feedback"), with keys and values made once by the recurrent one.
+and the previous one. Within a window, every reading block attends to the vectors from before the window.
+`RecurrentLayer` is a single block between others of any kind ("Rec"). `FeedbackLayer` is a whole stack that runs window
+by window ("Feedback"): every block reads the vectors, with keys and values made once by the recurrent block.
 """
 
 from collections.abc import Callable

@@ -1,19 +1,19 @@
-"""One sequence on several ranks: each has a stretch of it, and what passes between them is states.
+"""One sequence on several ranks: each rank has a stretch of it, and only states pass between them.
 
-The contract of layers says that a sequence is the same whole and in pieces with the state carried. Here the pieces are
-stretches on different ranks, read at the same time. What acts on each token alone runs on a rank's own stretch; a mixer
-first needs the state before it. How that is found depends on what the mixer remembers:
+By the contract of layers, a sequence gives the same result whole and in pieces with the state carried. Here the pieces
+are stretches on different ranks, read at the same time. Operations on single tokens run on a rank's own stretch; a
+mixer first needs the state before its stretch. How it gets that state depends on what the mixer remembers:
 
     by_decay     The state after a stretch is the state before it, decayed, plus what the stretch alone adds. Every rank
-                 computes what its own adds; one all-gather, and each sums up what lies before it.
-    by_recent    The state holds the last few tokens alone: that of a rank is left by the rank before it.
-    in_turn      Anything else: a rank waits for the state of the one before it, and hands on its own.
+                 computes what its own stretch adds; after one all-gather, each sums up what lies before its own.
+    by_recent    The state holds only the last few tokens: a rank gets it from the rank before it.
+    in_turn      Anything else: a rank waits for the state of the rank before it, and passes on its own.
 
-Gradients go back the same ways. States before and after a sequence are the same on all ranks, so that pieces, lanes and
-prefill work as on one. Each rank then has its part of the gradients, and their sum over ranks is the whole.
+Gradients go back the same way. States before and after a sequence are the same on all ranks, so pieces, lanes and
+prefill work as on one rank. Each rank has its part of the gradients; their sum over ranks is the whole.
 
-Layers know nothing of this. The model gives them a `Stretch` in place of a state, as it gives `Documents`, and
-`across_ranks` around the mixer acts.
+Layers need no code for this: the model passes them a `Stretch` in place of a state, as it does with `Documents`, and
+`across_ranks` around the mixer handles it.
 """
 
 import functools
@@ -176,13 +176,13 @@ def by_recent(layer: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state:
     context, length, reach = stretch.context, x.shape[1], layer.reach
     if reach is None:
         raise ValueError(
-            "attention to everything keeps every token, and cannot be spread over ranks by passing states: set "
+            "attention over everything keeps every token, so ranks cannot share a sequence by passing states: set "
             "attention.chunk or attention.sliding, or parallel.context=1"
         )
     if length < reach:
         raise ValueError(
-            f"each of {context.size} ranks has {length} tokens of a sequence, fewer than the {reach} that a layer "
-            "keeps: take longer sequences or pieces, or fewer ranks"
+            f"each of {context.size} ranks gets {length} tokens of a sequence, fewer than the {reach} that a layer "
+            "keeps: use longer sequences or pieces, or fewer ranks"
         )
     blank = None
     if isinstance(layer, SequenceLayer):
@@ -206,7 +206,7 @@ def in_turn(layer: SequenceLayer, mixer: Mixer, x: Tensor, stretch: Stretch, kee
     """Where a state depends on the one before it in any way: one rank after the other."""
     context, state = stretch.context, stretch.state
     if stretch.documents is not None:
-        raise ValueError("packed rows cannot be spread over ranks in a block-recurrent model: set parallel.context=1")
+        raise ValueError("ranks cannot share packed rows in a block-recurrent model: set parallel.context=1")
     names = [name for name in layer.state_slots() if name != "length"]
     if context.rank:
         blank = layer.initial_state(len(x))

@@ -1,6 +1,6 @@
-"""How layers decode on a CPU where their whole step is one call of C (`gss.ops.cpu`), for a few rows in float32.
+"""How layers decode on a CPU with one C call per step (`gss.ops.cpu`), for a few rows in float32.
 
-More rows, autocast and `GSS_FAST=0` take PyTorch's way, on the same buffers.
+More rows, autocast and `GSS_FAST=0` use PyTorch, on the same buffers.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """How layers decode: plans that read one token after another, without gradients, on any device.
 
-A plan starts from a state, changes its own copies in place, and gives the state back at any time: between two steps it
-is exactly the layer. A layer that has no plan of its own is decoded by its `forward` (`DecodePlan`). Rows may join and
-leave between steps, and one that does costs about as much as it holds, whatever else is in the batch.
+A plan starts from a state, changes its own copies in place, and can return the state at any time: between two steps it
+is equivalent to the layer. A layer without a plan of its own is decoded by its `forward` (`DecodePlan`). Rows may join
+and leave between steps, at a cost that depends only on the size of their own state.
 """
 
 import sys

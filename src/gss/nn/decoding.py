@@ -1,7 +1,7 @@
-"""What a layer gives a decoder: a plan for any device, and one for GPUs where it has kernels.
+"""The plans that a layer supplies to a decoder: one for any device, and one for GPUs if it has kernels.
 
-A decoder knows plans alone, nothing of the layers behind them. All plans of a model share one `Block`: tokens are
-counted in blocks, and at the end of each, plans that only collect what they read fold it into their state. Rows are
+A decoder uses only these plans, not the layers themselves. All plans of a model share one `Block`: tokens are counted
+in blocks, and at the end of each, plans that have only collected inputs fold them into their state. Rows are the
 sequences of the batch; they join and leave between steps.
 """
 
@@ -21,7 +21,7 @@ class Block:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"a block has at least 1 token, not {size}")
+            raise ValueError(f"a block needs at least 1 token, not {size}")
         self.size = size
         self.read = 0
         self.joined: list[int] = []

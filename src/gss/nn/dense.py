@@ -1,4 +1,4 @@
-"""Norms, activations, dense layers and the feed-forward: the pieces that act on each token alone."""
+"""Norms, activations, dense layers and the feed-forward: the parts that act on each token independently."""
 
 from torch import Tensor, nn
 

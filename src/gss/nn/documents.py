@@ -1,11 +1,11 @@
-"""Several documents in one row: each is laid out as a row of its own where tokens mix, and put back after.
+"""Several documents in one row: where tokens mix, each document becomes a row of its own, and is put back afterwards.
 
-What acts on each token alone (dense layers, norms: nearly all the work) runs on the packed rows as they are. Only
-the mixing, a convolution or attention, sees documents apart, so none reaches another. Documents are grouped by
-length rounded up to a power of two: at most half of what is laid out is padding.
+Operations on single tokens (dense layers, norms: nearly all the work) run on the packed rows as they are. Only the
+mixers, convolutions or attention, see the documents as separate rows, so no document reaches another. Documents are
+grouped by length rounded up to a power of two, so at most half of the layout is padding.
 
-Layers know nothing of this. The model gives them `Documents` in place of a state, which is what they are: what came
-before each token. A layer hands it to its mixer as it would a state, and `each_document_alone` around the mixer acts.
+Layers need no code for this: the model passes them `Documents` in place of a state, a layer passes it on to its mixer
+like a state, and `each_document_alone` around the mixer handles it.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""How layers decode on a GPU: their weights in bfloat16, their buffers, and what is launched for a token.
+"""How layers decode on a GPU: their weights in bfloat16, their buffers, and the kernel launches for a token.
 
-The same algorithm as `gss.nn.decode_plans`, to the rounding of the weights: the state, the residual stream and every
-sum stay float32. A layer says by its `gpu_plan` whether there are kernels for it.
+Apart from the rounding of the weights, the algorithm is that of `gss.nn.decode_plans`: the state, the residual stream
+and all sums stay float32. A layer's `gpu_plan` says whether there are kernels for it.
 """
 
 import math

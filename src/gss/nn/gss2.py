@@ -1,8 +1,8 @@
 """GSS2: a Gated State Space whose tokens choose what to write and what to read, with a feed-forward after it.
 
-The transition is diagonal, complex and the same for every token, as in GSS; what is new is that the input and output
-vectors of the state space are computed from the token, as keys and queries are in attention. The state is then a matrix
-per head, modes × values, of constant size: what a token wrote under a key is found again with a query (docs/models.md).
+As in GSS, the transition is diagonal, complex and the same for every token. Unlike in GSS, the input and output vectors
+of the state space are computed from the token, like keys and queries in attention. The state is then a matrix per head,
+modes × values, of constant size: a query retrieves what a token wrote under a matching key (docs/models.md).
 """
 
 import math

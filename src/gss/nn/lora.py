@@ -1,6 +1,6 @@
-"""Low-rank fine-tuning (Hu et al. 2021): a dense layer's weight stays as it is, and a product of two thin matrices that
-starts at zero is learned on top of it. Whatever reads `layer.weight` sees the sum; `merged` turns the sum into a plain
-weight.
+"""Low-rank fine-tuning (Hu et al. 2021): a dense layer's weight is frozen, and a product of two thin matrices that
+starts at zero is added to it and trained. Code that reads `layer.weight` sees the sum; `merged` turns the sum into a
+plain weight.
 """
 
 import math
@@ -46,6 +46,6 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             start = f"{owner}{_PLACE}0."
             up, down = tensors[f"{start}up"], tensors[f"{start}down"]
             if tensor.shape != (up.shape[0], down.shape[-1]):  # before a product of any size is made
-                raise ValueError(f"what was learned on top of {owner} has another size")
+                raise ValueError(f"the LoRA update of {owner} has the wrong size")
             plain[f"{owner}.weight"] = tensor + up @ down
     return plain

@@ -1,7 +1,7 @@
 """Dense layers and embeddings whose weights are packed in fewer bits, for models that only decode.
 
-They take the place of `nn.Linear` and `nn.Embedding` and give the same answers, but for rounding; `weight` unpacks.
-Also in float32, where packing changes nothing: a decoder then multiplies by the same function (`gss.ops.products`).
+They replace `nn.Linear` and `nn.Embedding` and give the same results, except for rounding; `weight` unpacks. They also
+exist for float32, where packing changes nothing, so that a decoder always multiplies through `gss.ops.products`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def quantize(model: nn.Module, weights: str) -> None:
     if weights not in BITS:
         raise ValueError(f"weights must be one of {', '.join(BITS)}, not {weights!r}")
     if is_quantized(model):
-        raise ValueError("the model's weights are quantized already: start from the run that it was made from")
+        raise ValueError("the model's weights are already quantized: start from the run that it was made from")
     _replace(model, {name: packed_twin(module, BITS[weights]) for name, module in model.named_modules()})
 
 

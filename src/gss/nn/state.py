@@ -2,9 +2,9 @@
 
     y, state = layer(x, state)        # x [B, L, E] for any L ≥ 1; state None means the start of a sequence
 
-A sequence run whole, in pieces of any sizes with the state carried, or token by token gives the same y, and a
-gradient flows through a carried state. States are values: a layer never changes the one it is given, so a state
-can be kept, branched and batched. Rows of a batch are independent and may be at different positions.
+A sequence gives the same y whether it runs whole, in pieces of any size with the state carried, or token by token, and
+gradients flow through a carried state. States are values: a layer never changes the one it is given, so a state can be
+kept, branched and batched. Rows of a batch are independent and may be at different positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class SequenceLayer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
-        """Outputs for the piece x and the state after it (empty when `keep_state` is off, which saves its cost).
+        """Outputs for the piece x and the state after it (empty if `keep_state` is off, which saves its cost).
 
         What mixes tokens is wrapped in `gss.nn.documents.each_document_alone`, which is all that packed rows need, and
         in `gss.nn.context.across_ranks`, which is all that sequences on several ranks need.
@@ -47,7 +47,7 @@ class SequenceLayer(nn.Module):
         raise NotImplementedError
 
     def mixing_flops(self, length: int) -> float:
-        """FLOPs per token of mixing the tokens of a sequence of `length`: what comes on top of dense products."""
+        """FLOPs per token for mixing the tokens of a sequence of `length`, on top of dense products."""
         raise NotImplementedError
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
@@ -77,7 +77,7 @@ class SequenceLayer(nn.Module):
             tensor = state[name]
             rows, *sizes = tensor.shape or (0,)
             if rows != batch:
-                raise ValueError(f"the state is of {rows} sequences, the input of {batch}: select or join its rows")
+                raise ValueError(f"the state has {rows} sequences, the input {batch}: select or join its rows")
             pairs = zip(slot.shape, sizes, strict=False)
             if len(sizes) != len(slot.shape) or any(want not in (None, got) for want, got in pairs):
                 raise ValueError(
@@ -97,7 +97,7 @@ def state_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Everything a model remembers of B sequences, and all that it needs to continue them.
+    """Everything that a model remembers of B sequences, and needs to continue them.
 
     >>> state = gss.load(run).read("Once upon a time")
     >>> both = gss.ModelState.join([state, state]).select([1, 0])
@@ -148,7 +148,7 @@ class ModelState:
         return ModelState(tensors["position"], tuple(layers[i] for i in range(len(layers))))
 
     def detach(self) -> "ModelState":
-        """The same values without their graph, where truncated back-propagation stops."""
+        """The same values without their graph, as truncated back-propagation needs."""
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "ModelState":
@@ -161,7 +161,7 @@ class ModelState:
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def where(self, rows: Tensor, other: "ModelState") -> "ModelState":
-        """The sequences of `other` where the mask `rows` [B] is true, this state's elsewhere.
+        """The sequences of `other` where the mask `rows` [B] is true, and those of this state elsewhere.
 
         With an initial state as `other` this resets rows, for example where the next document starts.
         """

@@ -1,8 +1,8 @@
-"""The diagonal state space: H channels, each a sum of N decaying complex modes, with the ways its modes can start.
+"""The diagonal state space: H channels, each a sum of N decaying complex modes, and the initializations of its modes.
 
-In parallel it is a convolution, step by step a recurrence; between the two stands the state, [B, H, N] complex
-numbers stored as real pairs. Parameters are real too: automatic mixed precision, sharding and collectives all
-stumble over complex ones. The arithmetic stays in float32 (or float64) under autocast.
+In parallel it is a convolution, step by step a recurrence. Both work on the same state, [B, H, N] complex numbers
+stored as real pairs. Parameters are real too, because automatic mixed precision, sharding and collectives all have
+trouble with complex ones. The arithmetic stays in float32 (or float64) under autocast.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Attention to a window of earlier tokens, and the two plain Transformers made of it: `slide` and `xl`.
+"""Attention to a window of earlier tokens, and the two plain Transformers that use it: `slide` and `xl`.
 
 A token never attends to itself, and can attend to nothing at all: the softmax has one more logit, a sink of 0 with a
 value of zero. Queries and keys have length 1; the logit is (q·k + b)·|s| with s learned per head and b per head

@@ -1,8 +1,8 @@
-"""One switch for every kernel: where those of a GPU can run, and whether any are wanted.
+"""One switch for all kernels: whether they are wanted, and whether the GPU can run them.
 
-Those are on wherever they can be: an NVIDIA GPU with bfloat16 tensor cores and Triton installed. What they trade for
-speed is precision within 16-bit operands, so those that trade any run only where 16 bits are asked for, by autocast
-or by the tensors themselves. `GSS_FAST=0` in the environment, or `disabled()` around some code, leaves plain PyTorch.
+GPU kernels are on by default if there is an NVIDIA GPU with bfloat16 tensor cores and Triton is installed. Kernels that
+trade precision for speed, within that of 16-bit operands, only run if 16 bits are asked for, by autocast or by the
+tensors themselves. `GSS_FAST=0` in the environment, or `disabled()` around some code, selects plain PyTorch.
 """
 
 import functools
@@ -88,13 +88,13 @@ def check_fp8(device: torch.device) -> None:
     """Refuse a device that has no products in 8 bits, or no kernels around them."""
     needs = "precision=fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper and later)"
     if device.type != "cuda":
-        raise ValueError(f"{needs}, and the device is {device.type!r}: use bf16 or fp32")
+        raise ValueError(f"{needs}, but the device is {device.type!r}: use bf16 or fp32")
     with torch.cuda.device(device):
         if not usable(device):
-            raise ValueError(f"{needs}, Triton, and GSS_FAST not set to 0: use bf16")
+            raise ValueError(f"{needs}, Triton, and GSS_FAST must not be 0: use bf16")
         major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
-        raise ValueError(f"{needs}, and this one has {major}.{minor}: use bf16")
+        raise ValueError(f"{needs}, but this one has {major}.{minor}: use bf16")
 
 
 def without_gradients() -> bool:

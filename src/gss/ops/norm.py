@@ -1,4 +1,4 @@
-"""Norms whose result goes into matrix products."""
+"""Norms whose result is an input of matrix products."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Position signals: sinusoids that are added to an embedding, and rotations of queries and keys."""
+"""Positional encodings: sinusoids added to an embedding, and rotations of queries and keys."""
 
 import math
 

@@ -1,12 +1,12 @@
 """Dense products with weights of 32, 16, 8 or 4 bits: how weights are packed, and which operation multiplies by them.
 
-A product of a few rows reads its whole matrix for a few operations, so a decode step takes as long as reading the
-weights does, and half the bytes are twice the speed. On a CPU, `linear` does it in C at the speed of memory
+A product of a few rows reads its whole matrix for a few operations, so a decoding step takes as long as reading the
+weights, and half the bytes mean twice the speed. On a CPU, `linear` does this in C at the speed of memory
 (`gss.ops.cpu`); elsewhere, and for many rows, the weights are unpacked and multiplied as usual.
 
 8 and 4 bits are integers with a scale for every 64 inputs of an output. They lie in tiles of 16 outputs and, within
 one, in slices of 4 inputs, so that a vector register holds one slice; 4-bit slices share their bytes in pairs. In C
-the inputs are rounded to 8 bits with a scale per 64, too: the error is that of the 8-bit weights.
+the inputs are also rounded to 8 bits with a scale per 64, which adds about as much error as 8-bit weights.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""The state space written as plainly as the paper writes it, in float64, for tests to compare with.
+"""The state space as plainly as the paper writes it, in float64, as a reference for tests.
 
-Loops and definitions only: no FFT, no factoring of powers, nothing clever. Slow on purpose.
+Only loops and definitions: no FFT, no factoring of powers. Slow on purpose.
 """
 
 import torch

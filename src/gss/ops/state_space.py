@@ -2,11 +2,11 @@
 
 The continuous system x' = λx + u, y = Re(C x) with diagonal λ becomes x_k = Ā x_{k−1} + B̄ u_k, so the kernel is
 K_k = Re Σ_n C_n B̄_n Ā_n^k. Everything here works on the pair (log Ā, C·B̄): powers of Ā are taken from its logarithm,
-and B̄ is folded into the read-out, so that the state s [B, H, N] is the plain sum Σ_j Ā^j u_{k−j} after token k, and the
-output Re Σ_n (C·B̄)_n s_n. A sequence that is cut anywhere gives the output of the whole.
+and B̄ is folded into the read-out. The state s [B, H, N] is thus the plain sum Σ_j Ā^j u_{k−j} after token k, and the
+output is Re Σ_n (C·B̄)_n s_n. A sequence gives the same output wherever it is cut.
 
-Parameters are small (N or H·N numbers), so their arithmetic is done in float64 whatever the model's precision: a
-rounding of λ in float32 would be an error of a tenth of a radian at position 65,536.
+Parameters are small (N or H·N numbers), so their arithmetic is done in float64 whatever the model's precision: rounding
+λ to float32 would cause an error of a tenth of a radian at position 65,536.
 """
 
 import functools

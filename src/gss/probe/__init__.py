@@ -1,4 +1,4 @@
-"""How much of its context a model uses, on documents and on generated tasks.
+"""Measures how much of its context a model uses, on documents and on generated tasks.
 
 context (documents: loss by true context) · tasks (sequences from a seed; train on a task, accuracy)
 """

@@ -1,9 +1,10 @@
-"""How far back a model looks: the loss of the same targets as a function of how much of their document comes before.
+"""How far back a model looks: the loss on the same targets after more and more of their own document.
 
 A block consists of consecutive targets of a document. It is read after 1, 2, 4, … true tokens up to the longest
-context, in two ways: from an empty state at the first of them; and after another document's tokens that fill the window
-up to the longest context, so that length and position stay the same and only the share of true tokens changes. Nothing
-separates the other document's tokens from the true ones. Everything is read in pieces with the state carried, exactly.
+context, in two ways: from an empty state at the first true token; and after another document's tokens, which fill the
+window up to the longest context, so that length and position stay the same and only the share of true tokens changes.
+Nothing separates the other document's tokens from the true ones. Everything is read exactly, in pieces with the state
+carried.
 """
 
 import math
@@ -75,7 +76,7 @@ class ContextProbe:
 def contexts_up_to(longest: int, shortest: int = 1) -> list[int]:
     """The shortest context, doubled repeatedly, up to the longest."""
     if not 1 <= shortest < longest:
-        raise ValueError(f"contexts go from at least 1 token to more: not from {shortest} to {longest}")
+        raise ValueError(f"contexts must satisfy 1 <= shortest < longest, not {shortest} and {longest}")
     count = math.ceil(math.log2(longest / shortest))
     return [*(shortest << doubling for doubling in range(count)), longest]
 
@@ -86,8 +87,8 @@ def shared_longest(lengths: Sequence[int] | Numbers, targets: int) -> int:
     wanted = min(_ENOUGH, max(2, len(ordered) // 2))
     room = ordered[wanted - 1] - targets if len(ordered) >= wanted else 0
     if room < 2:
-        needed = f"{wanted} of at least {targets + 2:,} tokens are needed to score {targets:,} after some context"
-        raise ValueError(f"documents are too short, or too few: {needed}: score fewer targets, or take longer ones")
+        needed = f"scoring {targets:,} targets after some context needs {wanted} documents of {targets + 2:,} tokens"
+        raise ValueError(f"documents are too short, or too few: {needed}: use fewer targets or longer documents")
     return int(min(MOST, 1 << (room.bit_length() - 1)))
 
 
@@ -106,7 +107,7 @@ def choose_blocks(
             places.append((document, [starts[index] for index in chosen]))
     if len(places) < 2:
         found = f"{len(places)} of them have {longest:,} tokens before {targets:,} targets (longest: {max(lengths):,})"
-        raise ValueError(f"documents are too short: {found}, and two must; give a shorter longest context")
+        raise ValueError(f"documents are too short: {found}, but two are needed; give a smaller --longest")
     blocks = []
     for (document, starts_of), (other, others) in zip(places, places[1:] + places[:1], strict=True):
         blocks += [Block(document, start, other, others[i % len(others)]) for i, start in enumerate(starts_of)]
@@ -171,7 +172,7 @@ def probe_context(
     finally:
         model.train(training)
     if not np.isfinite(sums).all():
-        raise ValueError("the model gives losses that are not finite: its weights or its checkpoint are broken")
+        raise ValueError("the model's losses are not finite: its weights or checkpoint are broken")
     _, blocks_each = np.unique([block.document for block in blocks], return_counts=True)
     counts = blocks_each * targets
     # Blocks are in the order of their documents.

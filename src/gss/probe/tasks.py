@@ -1,7 +1,7 @@
 """Generated tasks that require memory, as pure functions of a seed; and training a small model on one of them.
 
-Each task returns tokens [rows, length] and a mask of the same shape that says which tokens are targets, to be predicted
-from those before them. There are `vocabulary` ids in all, and `items` to remember.
+Each task returns tokens [rows, length] and a mask of the same shape that marks the targets, which are predicted from
+the tokens before them. There are `vocabulary` ids in all, and `items` to remember.
 
     induction           … ! a … ! a                 what followed the mark the last time
     selective-copying   … a … b … ! a b             the items among the noise, in order
@@ -9,7 +9,7 @@ from those before them. There are `vocabulary` ids in all, and `items` to rememb
     passkey             … ! 4 1 5 … ! 4 1 5         digits, found again however long the noise is
 
 Training batches are a function of the seed and the step; the training step is that of `gss train`. Accuracy is measured
-on new sequences, longer ones included.
+on new sequences, including longer ones.
 """
 
 import itertools
@@ -140,7 +140,7 @@ def make_task(name: str, items: int | None = None, vocabulary: int | None = None
         raise ValueError(f"there is no task {name!r}; choose from: {', '.join(TASKS)}")
     task = TASKS[name]
     if items is not None and items < 1:
-        raise ValueError(f"a task has at least 1 item, not {items}")
+        raise ValueError(f"a task needs at least 1 item, not {items}")
     return replace(task, vocabulary=vocabulary or task.vocabulary, items=items or task.items)
 
 
@@ -232,7 +232,7 @@ def train_on_task(
     stepper = Stepper(build_model(config, seed), run, World(torch.device(device)))
     spaces = [layer.state_space for layer in stepper.model.layers if isinstance(layer, GSS2Layer)]
     if not (stretch == 1 or (spaces and 0 < stretch < math.inf)):
-        raise ValueError(f"the time constants of GSS2 layers can be multiplied by a positive number, not {stretch!r}")
+        raise ValueError(f"stretch needs GSS2 layers and a positive number, not {stretch!r}")
     started, losses = time.perf_counter(), []
     stepper.model.train()
     for step, stage in enumerate(itertools.chain(*([stage] * stage.steps for stage in stages))):
@@ -260,9 +260,9 @@ def _stages(curriculum: Sequence[Stage], last: Stage) -> list[Stage]:
     """All stages; the last one, the task itself, gets the remaining steps."""
     left = last.steps - sum(stage.steps for stage in curriculum)
     if left < 1:
-        raise ValueError(f"the curriculum takes {last.steps - left:,} steps and there are {last.steps:,}: add some")
+        raise ValueError(f"the curriculum takes {last.steps - left:,} of {last.steps:,} steps: train for more steps")
     if any(min(stage) < 1 for stage in curriculum):
-        raise ValueError("a stage of the curriculum has at least 1 item, token, row and step")
+        raise ValueError("a stage of the curriculum needs at least 1 item, token, row and step")
     return [*curriculum, last._replace(steps=left)]
 
 

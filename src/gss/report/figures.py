@@ -35,13 +35,13 @@ _HELD_OUT: dict[str, Any] = {
 }  # fmt: skip
 _PAPER: dict[str, Any] = {"linestyle": ":", "marker": "s", "markersize": 3.5, "linewidth": 1.2}
 _COLUMNS = {
-    "loss": ("Loss", "loss (nats per token)", "Every step faint, their running mean strong; "),
+    "loss": ("Loss", "loss (nats per token)", "Faint: every step; strong: running mean; "),
     "learning_rate": (
-        "Learning rate", "learning rate", "Base rate; state-space parameters have their own, constant."
+        "Learning rate", "learning rate", "Base rate. State-space parameters have a constant rate of their own."
     ),
-    "gradient_norm": ("Gradient norm", "norm of the gradient", "Of all gradients together, before clipping."),
+    "gradient_norm": ("Gradient norm", "gradient norm", "Norm of all gradients together, before clipping."),
     "tokens_per_second": (
-        "Speed", "tokens per second", "Training tokens per second, evaluations and checkpoints left out."
+        "Speed", "tokens per second", "Training tokens per second, without evaluations and checkpoints."
     ),
 }  # fmt: skip
 """Of a run's metrics: title, label of the axis, caption."""
@@ -103,9 +103,7 @@ def _by_step(runs: Sequence[RunRecord], scored: Sequence[Scores], column: str) -
             axes.plot([*points], [*points.values()], color=run_colour(index), **_HELD_OUT)
     low, high = (min(settled), max(settled)) if settled else (0.0, 0.0)
     if column == "loss":
-        caption += (
-            "circles are held-out data at the training length." if held_out else "nothing was evaluated on the way."
-        )
+        caption += "circles: held-out data at the training length." if held_out else "no evaluation during training."
         if high > low:
             axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
     axes.xaxis.set_major_formatter(tokens)
@@ -178,7 +176,7 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
             axes.plot(middles, [part.loss for part in bins], color=run_colour(index), label=run.name, **_DOTS)
         logarithmic(axes.xaxis)
         _mark(axes, mark)
-        caption = f"What more context is worth, in bins that double.{dashed}"
+        caption = f"How much more context helps, in bins of doubling size.{dashed}"
         pictures.append(_picture("position", "Loss by position", caption, axes))
     return pictures
 
@@ -218,7 +216,7 @@ def context_pictures(runs: Sequence[RunRecord]) -> list[Picture]:
     logarithmic(axes.xaxis)
     axes.xaxis.set_major_formatter(tokens)
     caption = (
-        "The same targets throughout. Strong: the window is as long for every point, filled up with another document's "
+        "The same targets everywhere. Strong: windows of equal length, filled up with another document's "
         f"tokens; dotted: read from a fresh start. Effective context, {'; '.join(effective)}."
     )
     return [_picture("context", "How far back it looks", caption, axes)]
@@ -259,13 +257,13 @@ def memory_pictures(name: str, now: Sequence[StateSpaceRecord], start: Sequence[
     """Time constants and the reach of kernels; `name` makes the figures' ids unique."""
     count = len(now)
     rows = sorted({round(float(i)) for i in np.linspace(0, count - 1, min(count, _ROWS))})
-    left_out = "" if len(rows) == count else f" {len(rows)} of {count} state spaces are drawn."
+    left_out = "" if len(rows) == count else f" Shows {len(rows)} of {count} state spaces."
     then = [start[index] for index in rows] if start else []
     chosen, colours = [now[index] for index in rows], [layer_colours(count)[index] for index in rows]
-    caption = f"How long modes last, filled now{', in outline at the start' if start else ''}.{left_out}"
+    caption = f"How long modes last{' (filled: now; outline: initially)' if start else ''}.{left_out}"
     constants = _time_constants(chosen, then, colours)
     lasting = _picture(f"{name}-time-constants", "Time constants by layer", caption, constants)
-    caption = f"What an input still adds to the output this many tokens later, over all channels of a layer.{left_out}"
+    caption = f"Effect of an input on the output this many tokens later, over all channels of a layer.{left_out}"
     return [lasting, _picture(f"{name}-reach", "How far back layers look", caption, _reach(chosen, then, colours))]
 
 

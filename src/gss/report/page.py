@@ -61,14 +61,14 @@ def _page(runs: list[RunRecord], scored: list[Scores], prompt: str | None) -> st
     sections = {"Summary": _beside(map(_summary, runs, scored, range(len(runs))), "grid cards")}
     if len(runs) > 1:
         table = difference_table(runs)
-        intro = _paragraph("intro", "Settings that are not the same in all of these runs.")
-        same = _paragraph("note", "All settings of these runs are the same.")
+        intro = _paragraph("intro", "Settings that differ between these runs.")
+        same = _paragraph("note", "These runs have the same settings.")
         shown = _table(table) if table else ""
         if table and len(table.rows) > _SHOWN:
             shown = f"<details><summary>{len(table.rows)} settings</summary>{shown}</details>"
         sections["What differs"] = intro + shown if table else same
     sections["Training"] = _figures(figures.training_pictures(runs, scored)) + "".join(
-        _paragraph("note", f"{run.name} has no numbers by step: it was imported, or has not begun.")
+        _paragraph("note", f"{run.name} has no training metrics: it was imported, or has not started.")
         for run in runs
         if not run.training
     )
@@ -109,7 +109,7 @@ def _summary(run: RunRecord, score: Scores, index: int) -> str:
         facts["tokens seen"] = tokens(run.step * run.config["batch_tokens"])
     if trained:
         facts["tokens per second"] = tokens(trained["tokens_per_second"])
-        facts["time training"] = duration(trained["seconds"])
+        facts["training time"] = duration(trained["seconds"])
     layers = run.model_config.layers
     about = [run.preset or "no preset"]
     about.append(" + ".join(f"{layers.count(kind)} {kind}" for kind in dict.fromkeys(layers)) + " layers")
@@ -130,16 +130,16 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
         counts = sorted({(score.result.tokens, score.result.documents) for score in scored if score.result})
         what = " and ".join(f"{count:,} held-out tokens of {n:,} document{'s' * (n > 1)}" for count, n in counts)
         intro = (
-            f"{what}, each counted once at every length. The last three columns are of the longest length; ± is the "
+            f"{what}, each counted once at every length. The last three columns are for the longest length; ± is the "
             "standard error of the loss over documents."
         )
         if any("paper" in row[0] for row in table.rows):
-            intro += " The paper's rows are token perplexities on its own corpora and vocabularies."
+            intro += " The paper's rows are perplexities per token on its own corpora and vocabularies."
         content += _paragraph("intro", intro) + _table(table)
     if not same_tokens(scored):
         one = len({score.data for score in scored if score.result}) == 1
         remedy = "--again scores them again" if one else "--data scores runs of one vocabulary on one corpus"
-        other = "These runs were not scored on the same tokens, so their figures do not compare"
+        other = "These runs were scored on different tokens, so their figures are not comparable"
         content += _paragraph("note", f"{other}: {remedy}.")
     content += _figures([*figures.length_pictures(runs, scored), *figures.context_pictures(runs)])
     missing = [f"{run.name}: {score.missing}" for run, score in zip(runs, scored, strict=True) if score.missing]
@@ -148,8 +148,8 @@ def _lengths(runs: list[RunRecord], scored: list[Scores]) -> str:
 
 def _memory(runs: list[RunRecord]) -> str:
     intro = (
-        "A mode λ fades as exp(Re λ · t) and turns as exp(i · Im λ · t); a kernel is a sum of such modes. The start is "
-        "drawn again from the run's seed."
+        "A mode λ decays as exp(Re λ · t) and rotates as exp(i · Im λ · t); a kernel is a sum of such modes. Initial "
+        "values are reconstructed from the run's seed."
     )
     content = _paragraph("intro", intro)
     for index, run in enumerate(runs):
@@ -158,12 +158,12 @@ def _memory(runs: list[RunRecord]) -> str:
             content += f'<h3 class="named" {_mark(index)}>{escape(run.name)}</h3>'
         if not now:
             trouble = "the model has no state spaces" if run.loaded else run.trouble
-            content += _paragraph("note", f"nothing to draw: {trouble}")
+            content += _paragraph("note", f"Nothing to show: {trouble}.")
             continue
         name = re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-").lower() or "run"
         content += _figures(figures.memory_pictures(f"{name}-{index + 1}", now, start))
         if not start:
-            unknown = "Where this model started is not known: it was imported, or began with trained weights."
+            unknown = "The initial values are unknown: the run was imported, or started from trained weights."
             content += _paragraph("note", unknown)
     return content
 
@@ -180,7 +180,7 @@ def _samples(runs: list[RunRecord], prompt: str | None) -> str:
         else:
             inside = f"<h3>{escape(run.name)}</h3><pre>{escape(text)}</pre>"
             parts.append(f'<div class="sample" {_mark(index)}>{inside}</div>')
-    intro = f"As the model writes it, temperature 0.8, at most {_SAMPLE_TOKENS} tokens."
+    intro = f"Written by the model at temperature 0.8, in at most {_SAMPLE_TOKENS} tokens."
     return _paragraph("intro", intro) + _beside(parts) + missing
 
 

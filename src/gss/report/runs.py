@@ -1,9 +1,9 @@
-"""The contents of a run folder, settings, metrics by step, machine, data, samples and weights; and its scores.
+"""The contents of a run folder (settings, metrics by step, machine, data, samples, weights), and its scores.
 
 Missing parts are None or empty (an imported run has no metrics, a new run no checkpoint); only a folder that is not a
-run is refused. Held-out scores are those that are stored if there are any, else they are computed within a budget, else
-it is said why there are none. They are stored in RUN/evaluations/, one file per split, step and corpus, in the format
-of `gss eval --json`. A report stores what it computes there, so that the next one is quick.
+run is an error. Held-out scores are the stored ones, or else computed within a budget, or else the reason why there are
+none. They are stored in RUN/evaluations/, one file per split, step and corpus, in the format of `gss eval --json`. A
+report stores the scores that it computes, so the next one is quick.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The look of figures: light and dark colours, matplotlib's settings, and SVG output.
+"""The look of figures: light and dark colors, matplotlib's settings, and SVG output.
 
-Figures are drawn in the light colours. In the SVG these become CSS variables, which the page defines for light and dark
+Figures are drawn in the light colors. In the SVG these become CSS variables, which the page defines for light and dark
 mode; text stays text, in the page's font.
 """
 

@@ -1,7 +1,7 @@
 """What `gss reproduce` compares, as data: systems, scales and tables. Training settings come from `gss.recipes`.
 
-Everything that was tuned was tuned once, on the validation split of books, and is used for every corpus, as in the
-paper. Imports no torch.
+As in the paper, everything was tuned once, on the validation split of books, and is used for every corpus. Imports no
+torch.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Results as tables with the paper's figures beside ours, in Markdown that is also readable on a terminal."""
+"""Results as tables with the paper's figures next to ours, in Markdown that is also readable on a terminal."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """From a table to its trials: the corpora, and how a system is trained on one of them.
 
-A trial's name is for people; whether a stored result belongs to it is decided by all of its settings and by the hashes
-of the tokens.
+A trial's name is for people. A stored result belongs to it only if all settings and the hashes of the tokens match.
 """
 
 import hashlib

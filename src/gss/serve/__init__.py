@@ -1,12 +1,12 @@
 """A model behind HTTP: continuous batching over states, and an OpenAI-compatible interface in front of it.
 
     engine.py        the thread that runs `gss.decode.Engine`: a queue in, pieces of text out
-    job.py           what the thread is asked for, and one continuation on its way from tokens to text
-    app.py           the routes; completions.py: completions and chats; schemas.py: requests and answers;
-                     about.py: the limits, and what the model is
-    http.py          keys, hosts and bodies, before any route; how failures are answered; metrics.py counts
-    server.py        the process: socket, engine, uvicorn, which connections may stay, an orderly end
+    job.py           a job for that thread, and one continuation on its way from tokens to text
+    app.py           the routes; completions.py: completions and chats; schemas.py: requests and responses;
+                     about.py: the limits, and facts about the model
+    http.py          checks of keys, hosts and bodies before any route; error responses; metrics.py: counters
+    server.py        the process: socket, engine, uvicorn, connection limits, orderly shutdown
     page/            the playground
 
-Nothing here is imported by the rest of the package, except by the command `gss serve`.
+Nothing else in the package imports this, except the command `gss serve`.
 """

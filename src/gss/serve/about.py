@@ -1,4 +1,4 @@
-"""About a server: what it allows, and what its model is, as plain data."""
+"""About a server: its limits and its model, as plain data."""
 
 from dataclasses import asdict, dataclass, fields
 from math import prod

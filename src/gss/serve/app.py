@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's completions and models, tokenizing, what the model is, health, metrics, the page."""
+"""The HTTP interface: OpenAI's completions and models, tokenizing, facts about the model, health, metrics, the page."""
 
 import asyncio
 import time
@@ -113,7 +113,7 @@ def _add_posts(app: FastAPI, service: Service) -> None:
         """The text of tokens."""
         service.check_model(body.model)
         if max(body.tokens, default=0) >= tokenizer.vocab_size:
-            raise ApiError(400, "a token id is beyond the vocabulary", param="tokens", code="invalid_value")
+            raise ApiError(400, "a token id is outside the vocabulary", param="tokens", code="invalid_value")
         return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
 

@@ -1,4 +1,4 @@
-"""Completions and chats: a request is checked against the limits and becomes jobs; their pieces become the answer."""
+"""Completions and chats: a request is checked against the limits and becomes jobs; their pieces become the response."""
 
 import asyncio
 import secrets
@@ -114,7 +114,7 @@ class ActiveCompletion:
         self._prompts = await self._read_prompts(body.prompt)
         scores = self._count_scores()
         if scores > _FEW_SCORES and scores + sum(held.values()) > max(limits.scores, limits.all_scores):
-            raise _later("too many log-probabilities are under way: ask for fewer, or try again later")
+            raise _later("too many log-probabilities are in progress: ask for fewer, or try again later")
         seed = secrets.randbits(62) if body.seed is None else body.seed
         self._jobs = [
             Job(
@@ -179,7 +179,7 @@ class ActiveCompletion:
         self._service.check_length(max(len(prompt.ids) for prompt in prompts))
         vocabulary = engine.model.config.vocab_size
         if any(max(prompt.ids) >= vocabulary for prompt in prompts):
-            raise _wrong("prompt", f"a token id is beyond the vocabulary of {vocabulary}")
+            raise _wrong("prompt", f"a token id is outside the vocabulary of {vocabulary}")
         return prompts
 
     def _count_scores(self) -> int:

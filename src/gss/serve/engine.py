@@ -1,10 +1,10 @@
 """The thread that runs the decode engine for a server: a queue in, pieces of text out.
 
-A turn of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and produces
-tokens for every running sequence. Where both have work, reading gets about half of the time: a long prompt slows
+Each iteration of the loop takes in new jobs, drops those that are cancelled or late, reads a piece of a prompt and
+produces tokens for every running sequence. If both have work, reading gets about half of the time: a long prompt slows
 running sequences down but does not stall them.
 
-Knows jobs, text and the event loops that wait for it; nothing of HTTP. What runs on the model is `gss.decode.Engine`.
+Handles jobs, text and the event loops that wait for it, but not HTTP. `gss.decode.Engine` runs the model.
 """
 
 import asyncio

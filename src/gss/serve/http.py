@@ -1,6 +1,6 @@
-"""What every request passes before a route sees it, and how every failure is answered.
+"""Checks that every request passes before it reaches a route, and the responses to failures.
 
-`Guard` is a plain ASGI wrapper, so that streams run through it untouched.
+`Guard` is a plain ASGI wrapper, so streams pass through it untouched.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What the server's engine is asked for, what it answers, and one continuation on its way from tokens to text.
+"""Jobs for the server's engine, its answers, and one continuation on its way from tokens to text.
 
-Plain data and text: nothing here knows of HTTP.
+Plain data and text; independent of HTTP.
 """
 
 from asyncio import AbstractEventLoop

@@ -1,4 +1,4 @@
-"""Counts for Prometheus, in its text format: numbers that one thread writes and any may read."""
+"""Counters for Prometheus, in its text format: one thread writes them, any thread may read them."""
 
 import threading
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""What requests and answers look like; the OpenAPI description is made from these."""
+"""The schemas of requests and responses, from which the OpenAPI description is made."""
 
 from typing import Annotated, Any, Literal, Optional
 
@@ -29,16 +29,16 @@ class Request(BaseModel):
 
 
 class StreamOptions(Request):
-    """How a stream ends."""
+    """Options of a stream."""
 
-    include_usage: bool = Field(False, description="Send the counts of tokens in a chunk of their own, at the end.")
+    include_usage: bool = Field(False, description="Send the token counts in a separate chunk at the end.")
 
 
 class Generation(Request):
-    """What every kind of completion takes, besides the sampler's options."""
+    """The parameters of every kind of completion, besides the sampler's options."""
 
-    model: str | None = Field(None, description="The served model's id; may be left out.")
-    n: int | None = Field(1, ge=1, lt=2**31, description="Continuations of each prompt, or answers of a chat.")
+    model: str | None = Field(None, description="The served model's id; optional.")
+    n: int | None = Field(1, ge=1, lt=2**31, description="Number of continuations per prompt, or of chat answers.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same text.")
     stop: str | Texts | None = Field(None, description="End before any of these; in a chat, also before the next turn.")
     stream: bool | None = False
@@ -58,14 +58,16 @@ SamplingRequest: Any = create_model("SamplingRequest", __base__=Generation, **_O
 
 
 class CompletionRequest(SamplingRequest):
-    """OpenAI's completions, and what else the sampler knows."""
+    """OpenAI's completions, with the sampler's additional options."""
 
     prompt: str | Texts | TokenIds | ManyTokenIds = Field("", description="Texts, or token ids, read exactly as given.")
-    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="16 by default; 0 needs echo.")
-    best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted when it equals n.")
-    echo: bool | None = Field(False, description="Give the prompt back before the continuation.")
+    max_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="Maximum number of tokens; 16 by default. 0 needs echo."
+    )
+    best_of: int | None = Field(None, ge=1, lt=2**31, description="Accepted only if it equals n.")
+    echo: bool | None = Field(False, description="Return the prompt before the continuation.")
     logprobs: int | None = Field(None, ge=0, lt=2**31, description="Score tokens, with this many alternatives.")
-    ignore_eos: bool | None = Field(False, description="Go on past the end of the document.")
+    ignore_eos: bool | None = Field(False, description="Continue past the end of the document.")
     suffix: str | None = Field(None, description="Not supported.")
 
     def sampling(self) -> Sampling:
@@ -100,14 +102,14 @@ class Turn(Message):
 
 
 class ChatRequest(SamplingRequest):
-    """OpenAI's chat completions, as far as a model that continues texts can answer them.
+    """OpenAI's chat completions, as far as a model that only continues text can answer them.
 
-    The models are not trained to follow instructions; this is for clients that speak no other interface.
+    The models are not trained to follow instructions. This is for clients that support no other interface.
     """
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Most tokens to produce; 256 by default.")
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name of max_tokens.")
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Maximum number of tokens; 256 by default.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name for max_tokens.")
 
     def completion(self) -> CompletionRequest:
         """The request to continue the dialogue as a plain text, up to where somebody else would speak."""
@@ -144,10 +146,10 @@ def _answer(name: str, about: str, **fields: Any) -> Any:
 
 _many: Any = list.__class_getitem__  # list[…] of a model that is made here, which type checkers do not know
 Ending = Literal["stop", "length"] | None
-Usage = _answer("Usage", "Counts of tokens.", prompt_tokens=int, completion_tokens=int, total_tokens=int)
+Usage = _answer("Usage", "Token counts.", prompt_tokens=int, completion_tokens=int, total_tokens=int)
 Logprobs = _answer(
     "Logprobs",
-    "Scores of tokens, one item per token in each list.",
+    "Scores of tokens; each list has one item per token.",
     tokens=list[str],
     token_logprobs=list[float | None],
     top_logprobs=list[dict[str, float] | None],
@@ -167,18 +169,18 @@ Tokens = _answer("Tokens", "The tokens of a text.", tokens=list[int], pieces=lis
 Text = _answer("Text", "The text of tokens.", prompt=str)
 Health = _answer("Health", "Whether the server works.", status=Literal["ok", "stopped"])
 Wrong = _answer("ErrorDetail", "What is wrong.", message=str, type=str, param=str | None, code=str | None)
-Error = _answer("Error", "The body of every answer that is an error.", error=Wrong)
+Error = _answer("Error", "The body of every error response.", error=Wrong)
 
 _STATUSES = {
-    400: "Something in the request is wrong or beyond a limit; `param` names it.",
+    400: "A parameter is wrong or exceeds a limit; `param` names it.",
     401: "The API key is missing or wrong.",
     403: "Addressed to another host.",
     404: "No such model.",
-    408: "It took too long.",
+    408: "The request took too long.",
     413: "The body is too large.",
     415: "The body is not application/json.",
     429: "The queue is full: try again later.",
-    503: "The server is about to stop, or has too many large bodies under way.",
+    503: "The server is about to stop, or has too many large bodies in progress.",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error, "description": about} for status, about in _STATUSES.items()

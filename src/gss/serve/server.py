@@ -1,9 +1,9 @@
-"""The process: a socket, an engine in its thread, uvicorn in front, which connections may stay, and an orderly end.
+"""The process: a socket, an engine in its thread, uvicorn in front, connection limits, and orderly shutdown.
 
-A connection is idle from its start, or the end of an answer, until the headers of a request are complete; idle ones
-make room for new ones. It is stalled while more is waiting to be sent to it than the transport holds willingly; a
-client that does not read is closed. A connection that has not sent a byte is a bare socket, a tenth of the work of one
-with a transport and a parser, so that a flood of them leaves time for others.
+A connection is idle from its start, or the end of a response, until the headers of a request are complete; idle ones
+make room for new ones. It is stalled while more data waits for it than the transport wants to buffer; clients that do
+not read are closed. A connection that has not sent a byte is a bare socket, which takes a tenth of the work of one with
+a transport and a parser, so a flood of them leaves time for others.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer & Stern 2018): second moments of a matrix kept as a row and a column, steps relative to its size.
 
-torch's own caps the rate at 1/√step, has no momentum (with which the Block-Recurrent Transformers were trained) and
-synchronizes with the GPU twice per parameter. Learning rates are set from outside before every step. The state consists
-of tensors only and does not depend on the number of replicas.
+torch's own Adafactor caps the rate at 1/√step, lacks the momentum that the Block-Recurrent Transformers were trained
+with, and synchronizes with the GPU twice per parameter. Learning rates are set from outside before every step. The
+state consists only of tensors and does not depend on the number of replicas.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum})
         if any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
             raise ValueError(
-                "adafactor needs whole matrices for its rows and columns, and fsdp2 holds parts of them: "
+                "adafactor needs whole matrices for its rows and columns, but fsdp2 shards them: "
                 "set parallel=ddp, or optimizer.name=adamw"
             )
 

@@ -1,7 +1,7 @@
 """Configuration of a training run (model, batches, optimizer, checkpoints, reporting) as frozen dataclasses.
 
-Imports no torch. `resolve` builds a run from a preset, a recipe and settings; `differences` compares two runs, ignoring
-settings that change the result by no more than rounding.
+`resolve` builds a run from a preset, a recipe and settings. `differences` compares two runs, ignoring settings that
+change the result only by rounding. Imports no torch.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """One process or many: this process's rank, how the model is distributed, and collective operations.
 
-torchrun starts the processes, DDP or FSDP2 distributes the model, gloo and NCCL carry tensors. With a single process
-everything here is the identity. Knows nothing of data, losses or files.
+torchrun starts the processes, DDP or FSDP2 distributes the model, gloo and NCCL transfer tensors. With a single
+process, everything here is the identity. Independent of data, losses and files.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class World:
         """The processes that share this one's sequences: `size` of consecutive ranks; None where each has its own."""
         if self.size % size:
             raise ValueError(
-                f"parallel.context={size} needs a multiple of {size} processes, and there are {self.size}: start as "
+                f"parallel.context={size} needs a multiple of {size} processes, but there are {self.size}: start as "
                 "many with torchrun, or change parallel.context"
             )
         if size == 1:

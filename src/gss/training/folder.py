@@ -1,6 +1,6 @@
 """The run folder as training writes it: configuration, metrics and samples (`gss.io.runs` reads it).
 
-Readable without this library, and written by the leading process only.
+The files are readable without this library. Only the leading process writes them.
 """
 
 import json
@@ -45,7 +45,7 @@ class RunFolder:
         for written in (self.path / "lock", self.metrics):
             # In a folder from elsewhere, a link could have us write anywhere.
             if written.is_symlink() or (written.exists() and not written.is_file()):
-                raise ValueError(f"{written} is a link or no file, and training writes to it: delete it")
+                raise ValueError(f"{written} is a link or not a file, and training would write to it: delete it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("w")
         try:

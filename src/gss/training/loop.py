@@ -1,6 +1,6 @@
 """The training loop: from a configuration, prepared data and a run folder to checkpoints; resumes by itself.
 
-Decides what happens between two steps: logging, evaluation, samples, saving, stopping. Steps, checkpoints and the
+It handles everything between two steps: logging, evaluation, samples, saving, stopping. Steps, checkpoints and the
 layout of the run folder are defined elsewhere.
 """
 
@@ -39,7 +39,7 @@ BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "pa
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The outcome of a call of `train`.
+    """The result of a call of `train`.
 
     >>> gss.TrainResult(run=folder, step=100, loss=2.5).signal is None
     True
@@ -64,13 +64,13 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> TrainResult:
-    """Train, or resume training, in the folder `out` on the prepared corpus `data`.
+    """Train a model on the prepared corpus `data`, in the run folder `out`, or resume the run in that folder.
 
-    `config` is a whole configuration, or the name of a preset, optionally with a `recipe` (a name or a TOML file; None
-    chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts from the
-    weights of that model. A folder with checkpoints resumes from the newest good one and must be the same run: same
-    model, batches, optimizer and data. `allow` names settings that may differ nevertheless, for example ["steps"] to
-    train longer. Under torchrun every process calls this.
+    `config` is a whole configuration, or the name of a preset. A preset may come with a `recipe` (a name or a TOML
+    file; None chooses one for the model and the machine) and settings. `None` with `start="box"` or a run folder starts
+    from the weights of that model. If `out` has checkpoints, training resumes from the newest good one. It must be the
+    same run, with the same model, batches, optimizer and data; `allow` names settings that may differ, for example
+    ["steps"] to train longer. Under torchrun, every process calls this.
 
     >>> small = {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}
     >>> muon = {"name": "muon", "learning_rate": 0.01}
@@ -82,7 +82,7 @@ def train(
     if not isinstance(config, TrainConfig):
         config, _ = start.plan(data, out, config, recipe, settings)
     elif recipe is not None or settings:
-        raise ValueError("a whole configuration takes no recipe and no settings: give a preset's name with them")
+        raise ValueError("a configuration cannot be combined with a recipe or settings: give a preset's name")
     start.refuse_unknown(allow, config)
     with joined(config.device) as world:
         # One process reads all of the data against its hashes; the others wait for its word, then trust it.
@@ -198,7 +198,7 @@ class _Run:
                 self._between_steps(stop or self.step == config.steps)
                 if stop:
                     name = interrupt.signal.name if interrupt.signal else "a signal to another process"
-                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; the same command resumes")
+                    self.progress.note(f"stopped by {name} after step {self.step:,}, saved; run it again to resume")
                     return self._result(int(interrupt.signal or 15))
         return self._result(None)
 
@@ -229,7 +229,7 @@ class _Run:
         saved = checkpoint.load(self.folder.checkpoints / f"step-{step:08d}", verified=True)
         if not all(isinstance(saved.trainer.get(name), dict) for name in ("config", "data", "optimizer")):
             raise ValueError(
-                f"{saved.path} holds no training that could be resumed: start another run from its weights, with "
+                f"{saved.path} has weights only, so training cannot resume from it: start a new run from them, with "
                 f"--from {self.folder.path} and another --out"
             )
         start.refuse_changes(saved.trainer, self.config, self.dataset, allow)
@@ -258,20 +258,20 @@ class _Run:
         learned = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.progress.note(
             f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
-            f"{f', of which {learned:,} are learned,' if config.start else ''} on {world.size} × {world.device.type}; "
+            f"{f', of which {learned:,} are trained,' if config.start else ''} on {world.size} × {world.device.type}; "
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps per "
             f"epoch; run folder {self.folder.path}"
         )
         if config.report.evaluate_every and self.validation is None:
-            self.progress.note(f"the data has no split {_VALIDATION!r}: nothing will be evaluated on the way")
+            self.progress.note(f"the data has no split {_VALIDATION!r}: there will be no evaluation during training")
         if world.device.type == "cpu":
             flops = (config.steps - self.step) * config.batch_tokens * self._flops / world.size
             days = flops / (_CPU_FLOPS * torch.get_num_threads()) / 86400
             if days > 1:
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
-                    "this CPU. Ctrl-C stops; --config tiny or cpu, or --set steps=…, makes a run of it that ends, and "
-                    f"--set micro_batch_tokens={config.longest} one that takes less memory"
+                    "this CPU. Ctrl-C stops. For a shorter run, use --config tiny or cpu, or --set steps=…; to use "
+                    f"less memory, --set micro_batch_tokens={config.longest}"
                 )
         if self.step:
             end = "" if self.step < config.steps else ": nothing is left to do (--set steps=N --allow steps trains on)"
@@ -358,7 +358,7 @@ class _Run:
     def _write_checkpoint(self, tensors: snapshot.Groups, trainer: dict[str, Any]) -> None:
         if data_stamps(self.dataset) != self._data_stamps:
             raise ValueError(
-                f"the data changed under the run, so step {self.step:,} was not saved: the files in "
+                f"the data changed during the run, so step {self.step:,} was not saved: the files in "
                 f"{self.dataset.folder} are not those that the run started with. Put them back and run the same "
                 f"command again; it resumes from {self._newest()}"
             )

@@ -1,10 +1,10 @@
 """Muon (Jordan et al. 2024): the step of a matrix is its orthogonalized momentum; everything else uses AdamW.
 
-The weight of a linear layer is a map, and the orthogonal factor of its momentum changes all directions by the same
-amount. Embeddings, norms, biases and state-space parameters are not such maps and use AdamW inside the same optimizer,
-so that schedules and checkpoints see only one. Stacked weights (query, key and value in one) are orthogonalized block
-by block, since each block is a map of its own. Learning rates are set from outside before every step. The state holds
-tensors only; under FSDP2 every process gathers each whole matrix and computes the same.
+The weight of a linear layer is a linear map, and the orthogonal factor of its momentum changes all directions by the
+same amount. Embeddings, norms, biases and state-space parameters are not such maps. They use AdamW inside the same
+optimizer, so schedules and checkpoints see only one. Stacked weights (query, key and value in one) are orthogonalized
+block by block, since each block is a separate map. Learning rates are set from outside before every step. The state
+holds only tensors; under FSDP2, every process gathers each whole matrix and computes the same.
 """
 
 from collections import defaultdict

@@ -1,10 +1,13 @@
 """The optimizers: learning rate and weight decay by parameter group, and gradient clipping.
 
-There are five groups. State-space parameters have a constant rate and no decay: they are exponents, and decay would
-push time constants towards one token. Norm scales and biases follow the schedule without decay. The layers' matrices
-follow it with decay, at a rate of their own if one is set, and are what Muon orthogonalizes. Tables, which have several
-dimensions but are not used in products, follow it with decay too, and so does the embedding, which is also the head, at
-its own multiple of the rate (Flax's lm1b example, the source of the paper's hyperparameters, decays it as well).
+There are five groups:
+
+    state space    constant rate, no decay: these are exponents, and decay would push time constants towards one token
+    undecayed      norm scales and biases: on the schedule, without decay
+    decayed        the layers' matrices: on the schedule with decay, at a rate of their own if set; Muon's matrices
+    table          several dimensions, but not used in products: on the schedule, with decay
+    embedding      also the head: on the schedule at its own multiple of the rate, with decay, as in Flax's lm1b
+                   example, the source of the paper's hyperparameters
 """
 
 from collections.abc import Callable, Iterable

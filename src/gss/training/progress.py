@@ -1,6 +1,6 @@
 """Progress of a run: a live line on a terminal, plain lines in a pipe; TensorBoard and Weights & Biases if enabled.
 
-Also the machine's matrix-product rate, which MFU refers to.
+Also measures the machine's matrix-product rate, the reference for MFU.
 """
 
 import hashlib

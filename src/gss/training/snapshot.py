@@ -1,8 +1,8 @@
 """Training state to named tensors and back: parameters, optimizer, carried states.
 
-Tensors are whole, however they were sharded, and carried states are ordered by global row, so that any number of
-processes and either strategy can load what another saved. Random states are not saved, since the randomness of a step
-depends on its number alone, nor are learning rates, which follow from the configuration and the step.
+Tensors are whole, however they were sharded, and carried states are ordered by global row, so a snapshot can be loaded
+by any number of processes with either strategy. Random states are not saved, because the randomness of a step depends
+only on its number. Neither are learning rates, which follow from the configuration and the step.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
     """Load a snapshot into a new stepper of the same model, on any number of processes."""
     parameters, saved = dict(stepper.model.named_parameters()), groups[MODEL]
     if odd := sorted(parameters.keys() ^ saved.keys()):
-        raise ValueError(f"the checkpoint is another model's: {', '.join(odd[:4])} … are in only one of the two")
+        raise ValueError(f"the checkpoint belongs to another model: {', '.join(odd[:4])} … are in only one of the two")
     state: dict[str, dict[str, Any]] = {}
     for name, tensor in groups[OPTIMIZER].items():
         owner, _, key = name.rpartition(":")
@@ -53,7 +53,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
     for name, parameter in parameters.items():
         if parameter.shape != saved[name].shape:
             raise ValueError(
-                f"the checkpoint is another model's: {name} has shape {list(saved[name].shape)} there, "
+                f"the checkpoint belongs to another model: {name} has shape {list(saved[name].shape)} there, "
                 f"{list(parameter.shape)} here"
             )
         parameter.copy_(like(saved[name], parameter))
@@ -63,7 +63,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
         stepper.optimizer.state[parameter] = own
     if stepper.lanes is not None:
         if LANES not in groups:
-            raise ValueError("the checkpoint holds no carried states: it was not trained in lanes")
+            raise ValueError("the checkpoint has no carried states: it was not trained with lanes")
         count = stepper.lanes.batch
         rows = {name: tensor[count * stepper.replica :][:count] for name, tensor in groups[LANES].items()}
         stepper.lanes = ModelState.from_named(rows).to(stepper.world.device)

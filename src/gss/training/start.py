@@ -1,5 +1,5 @@
-"""How a run starts: from random or trained weights, training all of them, a LoRA update or only the first state; and
-which settings it gets when the user gives few: those of the run that is resumed, or a recipe that suits the model.
+"""How a run starts: its first weights (random or trained), what is trained (all weights, a LoRA update or only the
+initial state), and its default settings (those of the run being resumed, or a recipe that suits the model).
 """
 
 import json
@@ -22,9 +22,9 @@ from gss.training.folder import data_facts
 _DECISIVE = ("preset", "model", "start", "lora", "tune", "device")
 """Settings on which the choice of a recipe depends."""
 _TINY, _SMALL = 4_000_000, 150_000_000
-"""Parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
+"""Number of parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
 _PASSES, _STRONG_DECAY = 4, 1.0
-"""A corpus that is read so often is learned by heart, which a stronger weight decay prevents: over 6.4 passes it lowers
+"""A model that reads its corpus this often overfits, which a stronger weight decay prevents: over 6.4 passes it lowers
 held-out perplexity by 11% to 12% (docs/results.md). Fewer passes were only tried with the recipe's own decay."""
 
 
@@ -34,7 +34,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
     fresh = config.start is None or resuming
     model = build_model(config.model) if fresh else _loaded(str(config.start), config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
-        raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model's {config.model.vocab_size}")
+        raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model {config.model.vocab_size}")
     if config.lora is not None:
         add_lora(model, config.lora)
     if config.tune == "state":
@@ -44,7 +44,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
         if not model.first.learn():
             raise ValueError(
                 "there is nothing for tune=state to learn: attention reads nothing before the first token, and this "
-                "model has no state space. Train its weights, or a LoRA update"
+                "model has no state space. Train its weights, or use LoRA"
             )
     return model.train()
 
@@ -54,13 +54,13 @@ def _loaded(start: str, config: TrainConfig, dataset: Dataset) -> LanguageModel:
     lm = load(start, weights="fp32")
     if dataset.manifest is not None and dataset.manifest.tokenizer["hash"] != lm.tokenizer.hash:
         raise ValueError(
-            f"{dataset.folder} was prepared with another vocabulary than that of {start}, whose weights mean nothing "
-            f"for its ids: prepare the text again with --tokenizer {start}"
+            f"{dataset.folder} was prepared with a different vocabulary from that of {start}: prepare the text again "
+            f"with --tokenizer {start}"
         )
     if lm.model.config != config.model:
-        raise ValueError(f"the model of {start} has other settings than this run's: leave the model's settings out")
+        raise ValueError(f"the model of {start} has different settings from this run: leave out the model's settings")
     if lm.model.first is not None and config.tune != "state":
-        raise ValueError(f"{start} is a tuned first state: start from the model that it was tuned for")
+        raise ValueError(f"{start} is a tuned initial state: start from the model that it was tuned for")
     return lm.model
 
 
@@ -82,11 +82,11 @@ def plan(
     if recipe is None and (Path(out) / "config.json").is_file():
         begun = from_mapping(TrainConfig, read_config(Path(out)))
         if preset in (None, begun.preset):
-            return resolve(None, None, sets, None, begun), f"with the settings that the run in {out} was begun with"
+            return resolve(None, None, sets, None, begun), f"using the settings of the run in {out}"
     base = None
     if start := sets.get("start"):
         if preset is not None:
-            raise ValueError(f"the model is that of {start}: leave --preset out")
+            raise ValueError(f"the model comes from {start}: leave out --preset")
         known = read_config(run_folder(start))
         model = from_mapping(ModelConfig, known["model"])
         base = TrainConfig(preset=known.get("preset") or "gss", model=model, start=start)
@@ -96,24 +96,24 @@ def plan(
     # The other settings are checked together with the recipe that they are meant for.
     known = {name: value for name, value in sets.items() if name.partition(".")[0] in _DECISIVE}
     recipe, reason = _suited(resolve(preset, None, known, vocabulary, base))
-    said = f"with the recipe {recipe}, for {reason} (--config chooses another, `gss settings` lists what --set changes)"
+    said = f"using the recipe {recipe}, for {reason} (choose another with --config; `gss settings` lists all settings)"
     config = resolve(preset, recipe, sets, vocabulary, base)
     passes = config.steps * config.batch_tokens / len(dataset.tokens)
     decided = {"optimizer", "optimizer.weight_decay"} & flattened(sets).keys()  # by the user
     if recipe == "muon" and passes >= _PASSES and not decided:
         config = override(config, {"optimizer.weight_decay": _STRONG_DECAY})
-        said += f". It reads the corpus {passes:.1f} times, hence with a weight decay of {_STRONG_DECAY:g}"
+        said += f". It reads the corpus {passes:.1f} times, so the weight decay is {_STRONG_DECAY:g}"
     return config, said
 
 
 def _suited(config: TrainConfig) -> tuple[str, str]:
     """The name of the recipe that suits a run on this machine, and the reason."""
     if config.tune == "state":
-        return "tune-state", "a first state"
+        return "tune-state", "tuning an initial state"
     if config.lora is not None:
         return "lora", f"LoRA of rank {config.lora}"
     if config.start is not None:
-        return "fine-tune", "weights that are trained"
+        return "fine-tune", "fine-tuning"
     parameters = account(config.model).parameters
     size = f"{parameters / 1e6:,.1f}M parameters"
     if parameters < _TINY:
@@ -147,5 +147,5 @@ def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datase
         other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
         otherwise = "" if other else f", or resume anyway with {flags}"
         raise ValueError(
-            f"the run folder holds a run with other settings: {what}. Put them back or give another --out{otherwise}"
+            f"the run in this folder has different settings: {what}. Restore them, or choose another --out{otherwise}"
         )

@@ -1,7 +1,7 @@
 """One optimizer step on a global batch, the same on one process or many, whole, in micro-batches or in pieces.
 
 The loss is the mean over all counted targets of the global batch: the sum of each micro-batch is divided by that one
-number, so that accumulation, pieces and processes only change the order of additions. In lanes the state of each row is
+number, so accumulation, pieces and processes only change the order of additions. With lanes, the state of each row is
 carried from step to step, detached from the graph, and reset where a document begins.
 """
 
@@ -54,14 +54,14 @@ class Stepper:
             )
         if config.batching == "lanes" and not model.bounded_state:
             raise ValueError(
-                "lanes carry the state from step to step, and this model's grows with everything it has read: "
+                "lanes carry the state from step to step, but this model's state grows with everything it has read: "
                 "use batching=segments, or a model with attention.chunk set or without attention"
             )
         in_turn = self.context is not None and any(isinstance(layer, RecurrentLayer) for layer in model.layers)
         if in_turn and config.activation_checkpointing:
             raise ValueError(
-                "block-recurrent layers pass their states from rank to rank in turn, which the recomputation of "
-                "activation_checkpointing cannot: leave it out, or set parallel.context=1"
+                "block-recurrent layers with parallel.context do not support activation_checkpointing: "
+                "leave it out, or set parallel.context=1"
             )
         self.model, self.config, self.world = model.to(world.device), config, world
         self._compiled_length: int | None = None

@@ -12,7 +12,7 @@ fetch("model.json")
   .then((answer) => answer.json())
   .then(({ name, parameters, state }) => {
     const numbers = Object.values(state).reduce((sum, shape) => sum + shape.reduce((product, size) => product * size, 1), 0);
-    at("model").textContent = `${name} · ${whole(parameters)} parameters · in this browser, without a server`;
+    at("model").textContent = `${name} · ${whole(parameters)} parameters · runs in this browser, without a server`;
     at("state").textContent = `${((4 * numbers) / 1e6).toFixed(2)} MB`;
   })
   .catch(() => fail("Open this page through a file server, such as python -m http.server: a browser reads no files beside file:// pages."));
@@ -26,7 +26,7 @@ worker.onmessage = ({ data }) => {
   at("written").textContent = whole(data.written);
   at("first").textContent = data.reading < 10_000 ? `${Math.round(data.reading)} ms` : `${(data.reading / 1000).toFixed(1)} s`;
   if (data.written > 1) at("speed").textContent = whole(Math.round((data.written - 1) / data.seconds));
-  if (data.last) end(data.ended ? "Ended: the model closed the document" : "Ended: as many tokens as asked for");
+  if (data.last) end(data.ended ? "Ended: end of the document" : "Ended: maximum number of tokens reached");
 };
 
 function run() {

@@ -1,6 +1,6 @@
 """The C functions for decoding on a CPU (kernels.c, sampler.c), compiled on first use and kept in the user's cache.
 
-Nothing needs them: where there is no C compiler, or with `GSS_FAST=0`, `library` is None and PyTorch does the same.
+They are optional: without a C compiler, or with `GSS_FAST=0`, `library` is None and PyTorch does the same.
 """
 
 import ctypes

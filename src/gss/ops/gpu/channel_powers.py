@@ -1,8 +1,8 @@
 """Sums of powers where the modes are per channel, as in DSS: the fast path of `gss.ops.vandermonde` for them.
 
-With k = 64·q + p a power is a^(64q)·a^p, so a row of taps is a matrix of q by p and either sum one product with a table
-of 64 powers, made on the fly: for 4,096 taps a 32nd of the powers, and nothing is written but the result. float32,
-phases in float64.
+With k = 64·q + p, a power is a^(64q)·a^p. A row of taps is thus a matrix of q by p, and either sum is one product with
+a table of 64 powers, made on the fly. For 4,096 taps this needs a 32nd of the powers, and only the result is written.
+In float32, with phases in float64.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient in one visit to each row of logits: the fast path of `gss.loss`."""
+"""Cross-entropy and its gradient in one pass over each row of logits: the fast path of `gss.loss`."""
 
 import torch
 import triton

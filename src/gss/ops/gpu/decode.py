@@ -4,19 +4,19 @@ The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for a single row; `decod
 sizes of the 192M preset in bytes: a layer's weights are 8.9 MB (gate and inner, stacked), 2.1 MB (context) and 8.4 MB
 (output), the head is 65.5 MB; 376 MB in all, 90 µs at 4.2 TB/s. Nothing else is of that order, so that is the floor.
 
-What stands between a kernel and that floor is latency: a product of 2 µs of bytes waits for the one before it,
-starts, loads, reduces. Each kernel here therefore loads its weights, which depend on nothing, *before* it waits for
-the kernel before it (`ready`, programmatic dependent launch), a tile of some 16 KB per program held in registers; only
-the small vectors are loaded after. (Asking for the weights of the kernel after the next one too, as far as the cache,
-gains nothing: the 1.2 µs that a kernel takes beyond its bytes are the chain from one to the next.) Three per layer:
+What keeps a kernel from that floor is latency: a product with 2 µs worth of bytes waits for the previous one, starts,
+loads and reduces. Each kernel here therefore loads its weights, which depend on nothing, *before* it waits for the
+previous kernel (`ready`, programmatic dependent launch). Each program holds a tile of some 16 KB in registers; only the
+small vectors are loaded after the wait. (Prefetching the weights of later kernels into the cache gains nothing: the
+1.2 µs that a kernel takes beyond its bytes are the chain from one to the next.) Three kernels per layer:
 
-1. `gate_inner_one`: norm, then [gate; inner] with bias and activation. Further programs of the same launch compute
-   what earlier tokens add to this one's output of the state space (`earlier_outputs`), which needs none of it.
+1. `gate_inner_one`: norm, then [gate; inner] with bias and activation. Other programs of the same launch compute what
+   earlier tokens contribute to this token's output of the state space (`earlier_outputs`), which is independent.
 2. `context_one`: inner norm, the state space's output, context product, times the gate.
 3. `output_one`: output product, added to the residual stream.
 
-A Transformer block is the first of these without a state space, the two kernels of attention (`decode_mixers`), the
-first again, and the last. At the end come `head_one` (norm, logits, the largest of each tile) and `choose_next`. Sums,
+A Transformer block uses the first of these without a state space, the two kernels of attention (`decode_mixers`), the
+first again, and the last. At the end come `head_one` (norm, logits, the maximum of each tile) and `choose_next`. Sums,
 norms, the residual stream and the state are float32; only the weights are bfloat16.
 """
 

@@ -1,14 +1,14 @@
 """One token of several sequences through a GSS model: products of weights with a few columns, on tensor cores.
 
-The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for batches; `decode` has the one for a single row and the parts
-they share. The weights' 376 MB are read once for up to 64 rows, still 90 µs at 4.2 TB/s and the floor; a batch of 64
-adds 1 MB of activations per layer (from the cache, by every program that needs them), 2 MB of the block's inputs per
-layer on average and 8 MB of logits. 25 GFLOP are 33 µs.
+The fast path of `gss.nn.gss` and `gss.nn.decode_plans` for batches; `decode` has the one for a single row, and the
+parts that both share. The 376 MB of weights are read once for up to 64 rows, so the floor is still 90 µs at 4.2 TB/s. A
+batch of 64 adds 1 MB of activations per layer (read from the cache by every program that needs them), 2 MB of the
+block's inputs per layer on average, and 8 MB of logits. 25 GFLOP take 33 µs.
 
-Weights are the left operand of every product, so that their many rows fill the tensor cores' 16 to 64 and the batch is
-the narrow side: 16, 32 or 64 columns, masked. More than 64 rows take another round. Four kernels per layer: the norm is
-one of its own here, because recomputing it would cost every program the partial sums that the split output product
-leaves. Activations between kernels are bfloat16; sums, norms, the residual stream and the state are float32.
+Weights are the left operand of every product, so their many rows fill the 16 to 64 rows of the tensor cores, and the
+batch is the narrow side: 16, 32 or 64 columns, masked. More than 64 rows take another round. There are four kernels per
+layer: the norm is separate here, because recomputing it would make every program read the partial sums that the split
+output product leaves. Activations between kernels are bfloat16; sums, norms, the residual stream and the state float32.
 """
 
 import triton

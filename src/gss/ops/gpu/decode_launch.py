@@ -1,8 +1,8 @@
 """The residual stream of a batch of rows on a GPU, and the kernel launches that layers of all kinds share.
 
-One row and several take different kernels (`decode`, `decode_batch`); here alone is known which. A layer's plan
-(`gss.nn.gpu_plans`) says what is launched for a token; a decoder captures those launches as a CUDA graph. `Tiles` says
-how the kernels are cut up into programs.
+One row and several rows use different kernels (`decode`, `decode_batch`), and only this module decides which. A layer's
+plan (`gss.nn.gpu_plans`) says what is launched for a token; a decoder captures those launches as a CUDA graph. `Tiles`
+says how the kernels are divided into programs.
 """
 
 from dataclasses import dataclass, replace

@@ -1,30 +1,30 @@
-"""One token of each sequence through what mixes tokens: attention, GSS2's matrix state, and the fold of a GSS block.
+"""One token of each sequence through the mixers: attention, GSS2's matrix state, and the fold of a GSS block.
 
-The fast paths of `gss.nn.attention` and `gss.nn.gss2` token by token, and of `gss.nn.decode_plans` at the end of
-a block; the products around them are those of GSS layers, in `decode` and `decode_batch`.
+These are the fast paths of `gss.nn.attention` and `gss.nn.gss2` token by token, and of `gss.nn.decode_plans` at the end
+of a block. The products around them are those of GSS layers, in `decode` and `decode_batch`.
 
-**Attention** on chunks or over a sliding window. A program has a head of a sequence to itself, and no other reads or
-writes that part of the cache. For several sequences that is enough programs, and each goes through all keys. For one it
-is not: there a chunk is cut into slices with a program each, and `attended_output_one` puts them together as it reads
-them. A window is a ring: a token takes the place of the one that has left it. Queries and keys are normed and turned by
-their positions where the model says so. The chunk's keys and values are bfloat16, at the 192M preset's sizes 2 MB for a
-sequence, of which a token needs half on average. They are loaded after the wait for the kernel before, unlike weights:
-they are the step's own results.
+**Attention** on chunks or over a sliding window. A program handles one head of one sequence, and no other program reads
+or writes that part of the cache. Several sequences give enough programs, and each goes through all keys. A single
+sequence does not: its chunk is cut into slices with one program each, and `attended_output_one` combines them as it
+reads them. A window is a ring buffer: a token takes the place of the one that has left the window. Queries and keys are
+normalized and rotated by their positions if the model does so. The chunk's keys and values are bfloat16, 2 MB per
+sequence at the sizes of the 192M preset, half of which a token needs on average. Unlike weights, they are loaded after
+the wait for the previous kernel, because they are results of this step.
 
-**GSS2.** A program has a head of a sequence to itself: the short convolution of its queries, keys and values, the step
-of its state [2N, D] in place, its output, normed and gated. What a step costs is the state, read and written once: at
-the presets' sizes 64 KB per head, and the products around it.
+**GSS2.** A program handles one head of one sequence: the short convolution of its queries, keys and values, the step of
+its state [2N, D] in place, and its output, normalized and gated. A step costs reading and writing the state once, 64 KB
+per head at the presets' sizes, and the products around it.
 
-**The fold** of a block of W inputs into the states of a GSS layer, and what the new states give the next block's
-outputs (`final_state` and `carried_output` of `gss.ops.state_space` at once), for eigenvalues that all channels share:
-with a = exp(log Ā),
+**The fold** of a block of W inputs into the states of a GSS layer, and the contribution of the new states to the next
+block's outputs (`final_state` and `carried_output` of `gss.ops.state_space` at once), for eigenvalues that all channels
+share. With a = exp(log Ā),
 
     s ← a^W s + Σ_j a^(W−1−j) u_j          carried_k = Re Σ_n C_n a_n^(k+1) s_n,   k < W
 
-(a^(W−j) s for a sequence that joined at place j of the block, and has zeros for the inputs that it missed.)
-Both sums are matrix products with tables of powers taken in float64 once. The state is float64: rounded, it would
-turn and shrink slow modes, or miss small inputs, the same wrong way at every fold. It is read and written once: at
-batch 64 of the 192M preset 2 × 2.15 GB, 1.0 ms at 4.2 TB/s, and 69 GFLOP, for 64 tokens.
+(a^(W−j) s for a sequence that joined at place j of the block, which has zeros for the inputs that it missed.)
+Both sums are matrix products with tables of powers computed once in float64. The state is float64: if it were rounded,
+every fold would rotate and shrink slow modes, or lose small inputs, in the same wrong way. It is read and written once:
+at batch 64 of the 192M preset, 2 × 2.15 GB, 1.0 ms at 4.2 TB/s, and 69 GFLOP, for 64 tokens.
 """
 
 import triton

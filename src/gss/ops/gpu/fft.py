@@ -1,15 +1,15 @@
 """Causal convolution in one pass over the signal: the fast path of `gss.ops.state_space` in reduced precision.
 
-An FFT library writes and reads the signal's spectrum in float32 several times over. Here one program takes a whole
-row, transforms it, multiplies, transforms it back and writes it once. The transforms are matrix products on tensor
-cores: a DFT of size N = N₁·N₂, its points laid out as an N₁×N₂ matrix, is a product with the DFT matrix of size N₁
-from the left, a twiddle factor per point, and a product with the one of size N₂ from the right. The second product is
-taken a few columns at a time, and each slice of the spectrum goes through the kernel's bins and into the sums of
-the inverse at once, as attention does with its keys and values: the whole spectrum never exists.
+An FFT library writes and reads the signal's spectrum in float32 several times. Here, one program takes a whole row,
+transforms it, multiplies, transforms it back and writes it once. The transforms are matrix products on tensor cores: a
+DFT of size N = N₁·N₂, with its points laid out as an N₁×N₂ matrix, is a product with the DFT matrix of size N₁ from the
+left, a twiddle factor per point, and a product with the DFT matrix of size N₂ from the right. The second product takes
+a few columns at a time. Each slice of the spectrum is immediately multiplied by the kernel's bins and added to the sums
+of the inverse, as flash attention does with keys and values, so the whole spectrum never exists.
 
-Two rows of a channel are transformed as the real and the imaginary part of one complex row; the kernel is real, so
-they come out apart again. Operands of the products are float16 scaled by the row's own maximum (and the kernel's
-bins by theirs), sums are float32: the error is that of float16, an eighth of bfloat16's.
+Two rows of a channel are transformed as the real and imaginary parts of one complex row; the kernel is real, so they
+come out separately. Operands of the products are float16, scaled by the row's maximum (and the kernel's bins by
+theirs), and sums are float32. The error is that of float16, an eighth of bfloat16's.
 """
 
 import functools

@@ -1,12 +1,13 @@
 """Matrices in 8 bits: how tensors are cast, and how two of them are multiplied.
 
-e4m3 has three bits of mantissa and reaches from 2⁻⁹ to 448; e5m2 has two, from 2⁻¹⁶ to 57,344. Parameters and
-activations are kept in the first, gradients, whose sizes differ more, in the second. Each tensor has one `unit`, the
-number that a 1 in it stands for (each row its own where the kernel that writes it has the whole row). No unit is kept
-from one step to the next: it comes from the largest magnitude of the tensor itself, or from a bound that holds for it.
+e4m3 has three bits of mantissa and ranges from 2⁻⁹ to 448; e5m2 has two and ranges from 2⁻¹⁶ to 57,344. Parameters and
+activations use the first; gradients, whose magnitudes differ more, use the second. Each tensor has one scale, its
+`unit`: the number that a 1 in it stands for (one per row if the kernel that writes it has the whole row). No unit is
+kept from one step to the next: it comes from the largest magnitude of the tensor itself, or from an upper bound.
 
-A Hopper tensor core contracts the last dimension of both operands and no other. What a backward product contracts
-another dimension of is therefore written twice: as rows [M, K], and as columns [K, M] with M up to a multiple of 16.
+A Hopper tensor core contracts only the last dimension of both operands. A tensor that a backward product contracts over
+another dimension is therefore written twice: as rows [M, K], and as columns [K, M] with M rounded up to a multiple of
+16.
 """
 
 from typing import NamedTuple

@@ -2,13 +2,13 @@
 
     g = x·W₂ᵀ + b₂,   c = y·W₃ᵀ + b₃,   p = φ(g) ∗ c,   out = p·W₄ᵀ
 
-All of it is one operation, since no kernel that writes a tensor of width F may leave its cast to another. The forward
-kernel has whole rows, so each row of p gets a unit from its own largest magnitude. The backward kernel goes by tiles,
-because the products with respect to weights need columns, and takes its units from bounds:
+All of this is one operation, because a kernel that writes a tensor of width F should also cast it. The forward kernel
+has whole rows, so each row of p gets a unit from its own largest magnitude. The backward kernel works on tiles, because
+the products with respect to weights need columns, and takes its units from bounds:
     |∂p| ≤ max‖∂out‖·max‖W₄'s column‖ ≤ max‖∂out‖·√E·max|W₄|,   |∂g| ≤ |∂p|·max|φ'(g)·c|,   |∂c| ≤ |∂p|·max|φ(g)|,
-the last two maxima from the forward kernel, as is p's. These may be many times too large, for which e5m2 has room.
-Saved between the two: g and y in 16 bits, x in 8. yW₃ᵀ is computed again rather than kept.
-A gated feed-forward layer is such a gate with x as its y, a plain one has neither y nor W₃, and c is 1.
+the last two maxima, and that of p, come from the forward kernel. These bounds may be many times too large, but e5m2 has
+the range for that. Saved for the backward pass: g and y in 16 bits, x in 8. yW₃ᵀ is recomputed rather than stored.
+A gated feed-forward layer is such a gate with x as its y. A plain one has neither y nor W₃, and c is 1.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""The gradients of a tied head with their products in 8 bits: what `gss.loss` takes when training in fp8.
+"""The gradients of a tied head with their products in 8 bits: used by `gss.loss` when training in fp8.
 
-Logits come from 16 bits, since rounding them to 8 would add to the loss itself. The gradient of a logit lies between −1
-and 1, so its unit is a constant, and one kernel writes it from the logits in both layouts. e5m2 then reaches down to
-probabilities of 2⁻³².
+Logits are computed in 16 bits, because rounding them to 8 would add to the loss itself. The gradient of a logit is
+between −1 and 1, so its unit is a constant, and one kernel writes it from the logits in both layouts. e5m2 then reaches
+down to probabilities of 2⁻³².
 """
 
 import torch

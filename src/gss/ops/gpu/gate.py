@@ -1,10 +1,10 @@
-"""(φ(g + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ with one visit to each wide tensor: the fast path of `gss.ops.gate`.
+"""(φ(g + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ with one pass over each wide tensor: the fast path of `gss.ops.gate`.
 
-The gate is the widest thing in a layer (F = 4E), and on a GPU the time around the matrix products is the time to
-read and write tensors of that width. One kernel per direction does everything that is not a product: the forward one
-reads g and yW₃ᵀ and writes their gated product over the latter; the backward one reads these and the product's
-gradient, and writes the three tensors that the products need, with the biases' gradients summed on the way. W₃ is
-narrow (H = E/4), so yW₃ᵀ is computed again rather than kept. Saved between the two: g and y alone.
+The gate has the widest tensors in a layer (F = 4E). On a GPU, the time around the matrix products is the time to read
+and write tensors of that width. One kernel per direction does everything that is not a matrix product. The forward
+kernel reads g and yW₃ᵀ and overwrites the latter with their gated product. The backward kernel reads these and the
+product's gradient, and writes the three tensors that the products need, summing the biases' gradients as it goes. W₃ is
+narrow (H = E/4), so yW₃ᵀ is recomputed rather than stored. Only g and y are saved for the backward pass.
 """
 
 import torch

@@ -1,14 +1,13 @@
-"""A signal convolved with the paper's kernel, with states: rows, the states between them, before and after them.
+"""A long signal convolved with the paper's kernel, in rows, with the states before, between and after them.
 
-Each row of T samples is convolved as if nothing came before it. What did come before reaches it through the state at
-its start, the same way that a carried state reaches a piece, so the cost per token does not grow with the length. A
-row's final state is a product with a table of powers, states pass from row to row, and what they add to the next row
-is a product with the same table. Between the products one kernel per direction goes along a channel's rows with all
-its modes in registers.
+Each row of T samples is convolved as if nothing came before it. The past reaches it through the state at its start, as
+a carried state reaches a piece, so the cost per token does not grow with the length. A row's final state is a product
+with a table of powers, states pass from row to row, and their contribution to the next row is a product with the same
+table. Between these products, one kernel per direction scans a channel's rows with all its modes in registers.
 
 In formulas, for the rows u_r of a channel, each of T_r samples (all but the last of T), a = e^λ and w = C·B̄·a:
     v_r = Σ_j u_r[j]·a^(T_r−1−j),   s_{r+1} = a^T_r·s_r + v_r,   y_r[k] += Re(w·s_r·a^k).
-A signal that begins from nothing has no s_0, and the last v is needed only where someone wants the state after it.
+A signal that starts from an empty state has no s_0, and the last v is only needed if the final state is.
 """
 
 import torch

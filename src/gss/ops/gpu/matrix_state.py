@@ -1,26 +1,26 @@
 """The matrix state in chunks, with its gradients, on a GPU: the fast path of `gss.ops.matrix_state`.
 
-Every chunk is seen from its middle, c, as there: q'_i = q_i·e^{λ*(i−c)}, k'_j = k_j·e^{λ(c−j)} and, for the state S
-before it, Ŝ = e^{λ(c+1)}·S. Then everything between the turns is real matrix products,
+As there, powers are relative to the middle c of a chunk: q'_i = q_i·e^{λ*(i−c)}, k'_j = k_j·e^{λ(c−j)} and, for the
+state S before it, Ŝ = e^{λ(c+1)}·S. Everything after these rotations is real matrix products,
     Y = tril(Q'K'ᵀ)·V + Q'Ŝ (+ the skip's D·V),     Ŝ of the next chunk = e^{λC}·(Ŝ + K'ᵀV),
 and the gradient is, with R that of the bracket,
     dQ' = tril(dY·Vᵀ)·K' + dY·Ŝᵀ,   dK' = tril(dY·Vᵀ)ᵀ·Q' + V·Rᵀ,   dV = tril(Q'K'ᵀ)ᵀ·dY + K'R,
     R of the chunk before = (e^{λC})*·(R + Q'ᵀdY):
-the same recurrence backwards, so one kernel makes the states of both directions. It goes along the chunks with the
-state in registers and writes the one before each; all else is one program per chunk, side by side: what takes long in
-a chunk is waiting for one small product after the other, and many chunks can wait at once. States of the forward pass
-are kept for the gradient. Where rows, heads and tiles of values are few, the sequence is cut into segments: a first
-pass finds what each adds to the state, a small one passes states on, and the segments then run side by side.
+the same recurrence backwards, so one kernel computes the states of both directions. It scans the chunks with the state
+in registers and writes the state before each. Everything else is one program per chunk, in parallel: a chunk spends its
+time waiting for one small product after another, and many chunks can wait at once. States of the forward pass are kept
+for the gradient. If there are few rows, heads and tiles of values, the sequence is cut into segments: a first pass
+computes what each adds to the state, a small second one passes states along, and the segments then run in parallel.
 
-λ's gradient is summed where its terms arise, each with the distance that it really bridges (i − j inside a chunk,
-i + 1 from the state before it, C − 1 − j to the one after, C past the whole of it). The shorter form, a sum of
+The gradient of λ is summed where its terms arise, each with the actual distance in tokens (i − j inside a chunk, i + 1
+from the state before it, C − 1 − j to the state after it, C across the whole chunk). The shorter form, a sum of
 positions times q*·dq − dk*·k, would be a small difference of large numbers for fast modes.
 
-What it costs per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
+The cost per token and head, for 2N = 64, D = 128, C = 64 and 16 bits:
     forward   1,664 bytes: states 640 (k, v in, 256 out), outputs 1,024 (q, k, v and states in, y out)
     backward  2,432 bytes: the gradient's states 640, all gradients 1,792; 384 more each way with segments
-At 4.2 TB/s, for 32 × 4,096 tokens of 4 heads: forward 208 µs, backward 304 µs. FLOPs would take a quarter of it. Both
-would be less, 768 and 1,280 bytes, if one program kept the state and did everything along a row.
+At 4.2 TB/s, for 32 × 4,096 tokens of 4 heads: forward 208 µs, backward 304 µs. FLOPs would take a quarter of that. If
+one program kept the state and did everything along a row, it would be 768 and 1,280 bytes.
 """
 
 import torch

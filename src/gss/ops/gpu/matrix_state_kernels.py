@@ -1,7 +1,7 @@
 """The kernels of `gss.ops.gpu.matrix_state`, whose docstring has the formulas.
 
-In all of them [.., D, 2, N] is a state as kernels pass it on, seen from a chunk's middle. Constants are the modes N and
-values D of a head with the sizes of their tiles, the tokens C of a chunk, and the precision of products.
+In all of them, [.., D, 2, N] is a state as kernels pass it on, relative to a chunk's middle. Constants are the modes N
+and values D of a head, the sizes of their tiles, the tokens C of a chunk, and the precision of products.
 """
 
 import triton

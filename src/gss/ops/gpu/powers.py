@@ -1,7 +1,7 @@
-"""Powers of complex modes on a GPU: tables of them, and the pieces that kernels with modes in them share.
+"""Powers of complex modes on a GPU: tables of them, and code shared by the kernels that use modes.
 
-Phases are reduced in float64 and the sine and cosine taken in float32. Operands of products with a table are float16
-over each row's largest.
+Phases are reduced in float64, and sines and cosines computed in float32. Operands of products with a table are float16,
+divided by the largest of each row.
 """
 
 import torch

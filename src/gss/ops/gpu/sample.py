@@ -1,8 +1,8 @@
 """Drawing the next token of every row in one kernel: the fast path of `gss.decode.sampler`.
 
-A program has a row to itself and holds its weights, up to 32,768, in registers. The likeliest tokens that are kept are
-found without sorting, by bisecting the bits of the smallest weight among them until no other weight lies between the
-bounds; tokens that tie for the last place are all kept.
+A program handles one row and holds its weights, up to 32,768, in registers. It finds the most likely tokens without
+sorting, by bisecting the bits of the smallest weight to keep until no other weight lies between the bounds. Tokens that
+tie for the last place are all kept.
 """
 
 import torch

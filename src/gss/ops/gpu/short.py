@@ -1,15 +1,15 @@
-"""A short convolution with all that follows it up to the matrix state, in one pass: the fast path of `gss.nn.gss2`.
+"""A short convolution and everything after it up to the matrix state, in one pass: the fast path of `gss.nn.gss2`.
 
 For x [B, L, h·2N + h·2N + h·D], the queries, keys and values of a layer side by side,
     u_t = Σ_k w_k ∗ x_{t−k},   a = silu(u),   q and k = scale ∗ a / rms(a) by head,   v = a,
-in three tensors, as the matrix state reads them and as it hands back their gradients. All of it is a few operations per
-number, so what it costs is reading and writing: x once and the three once, and in the gradient x, their gradients and
-its own. What lies between, u and a, is computed again.
+in three tensors, as the matrix state reads them and as it returns their gradients. These are only a few operations per
+number, so the cost is reading and writing: x once and the three once, and in the backward pass x, their gradients and
+its own. The intermediate u and a are recomputed.
 
-A program has some stretches of a sequence for a block of channels, a head's or as many values, and goes along all of
-them at once: the tokens before and the gradients after stay in registers, and nothing but the few tokens at the ends of
-stretches is read twice. The gradient of x_t needs that of u_{t+3}, so it is written three tokens later. Gradients of
-taps and scales are partial sums per program, added up outside: the same in every run.
+A program handles some stretches of a sequence for a block of channels (those of a head, or as many values) and scans
+them all at once. The tokens before and the gradients after stay in registers; only the few tokens at the ends of
+stretches are read twice. The gradient of x_t needs that of u_{t+3}, so it is written three tokens later. Gradients of
+taps and scales are partial sums per program, added up outside, so they are the same in every run.
 """
 
 import torch

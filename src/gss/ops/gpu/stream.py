@@ -1,7 +1,7 @@
-"""The residual stream without gradients: normed into 16 bits, and added to, in one visit each.
+"""The residual stream without gradients: normalized into 16 bits, and added to, in one pass each.
 
-In training the compiler joins these operations; where nothing is compiled, as when a prompt is read, each would be
-several passes over float32 tensors as wide as the model.
+In training the compiler fuses these operations. Without compilation, as when reading a prompt, each would be several
+passes over float32 tensors as wide as the model.
 """
 
 import torch

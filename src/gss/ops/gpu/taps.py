@@ -1,8 +1,8 @@
 """From the parameters of a state space to its kernel in a handful of launches: the fast path of `gss.ops.state_space`.
 
-For the paper's form (unit step, zero-order hold) only. The general path is a hundred small operations on complex
-numbers, forward and backward, and on a GPU a small operation costs its launch. Here each direction is one matrix
-product with 16-bit operands between two or three kernels that do the rest, the modes themselves in float64.
+Only for the paper's form (unit step, zero-order hold). The general path consists of a hundred small operations on
+complex numbers, forward and backward, and on a GPU a small operation costs as much as its launch. Here each direction
+is one matrix product with 16-bit operands between two or three kernels that do the rest, with the modes in float64.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Copies between [B, L, H] and [B, H, L]: both sides in whole cache lines."""
+"""Copies between [B, L, H] and [B, H, L], with whole cache lines on both sides."""
 
 import torch
 import triton

@@ -57,7 +57,7 @@ async function run() {
   show();
   say("Reading the prompt…");
   at("unshown").hidden = body.echo || !body.prompt;
-  at("unshown").textContent = `The prompt of ${whole([...body.prompt].length)} characters is not shown here; what follows it is.`;
+  at("unshown").textContent = `The prompt of ${whole([...body.prompt].length)} characters is not shown here, only its continuation.`;
   if (facts) {
     drawState(at("state"), facts, 0);
     drawMemory(at("memory"), facts, 0);
@@ -73,7 +73,7 @@ async function run() {
       }
     }
     const length = body.max_tokens === figures.written;
-    say(ended === "length" || length ? "Ended: as many tokens as asked for" : "Ended: the model, or a stop text, closed it");
+    say(ended === "length" || length ? "Ended: maximum number of tokens reached" : "Ended: end of the document, or the stop text");
   } catch (error) {
     if (running !== mine) return;
     if (error.name === "AbortError") {
@@ -182,8 +182,8 @@ async function meet() {
   }
   // A token of a large vocabulary says more: what is usual there would all be red for bytes.
   text.full = Math.round(Math.min(12, Math.max(4, 0.8 * Math.log2(facts.vocab_size))));
-  at("scale").title = `from 0 bits to ${text.full} and more`;
-  at("scale").setAttribute("aria-label", `Colours: the stronger a token's, the more it surprised the model, ${at("scale").title}`);
+  at("scale").title = `from 0 bits to ${text.full} or more`;
+  at("scale").setAttribute("aria-label", `Colors: the stronger a token's color, the more it surprised the model, ${at("scale").title}`);
   drawState(at("state"), facts, 0);
   drawMemory(at("memory"), facts, 0);
 }

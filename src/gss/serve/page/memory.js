@@ -37,7 +37,7 @@ export function drawState(place, facts, length) {
   const hint = document.createElement("p");
   hint.className = "hint";
   const stays = facts.state.bounded ? `the state still ${size(state(FAR))}` : `this model's state ${size(state(FAR))}`;
-  hint.textContent = `At ${whole(FAR)} tokens the cache of keys and values would take ${size(cache(FAR))}, ${stays}. That is a Transformer of the same width, depth and precision.`;
+  hint.textContent = `At ${whole(FAR)} tokens the cache would take ${size(cache(FAR))}, ${stays}. The comparison is with a Transformer of the same width, depth and precision.`;
   place.replaceChildren(bars, hint);
 }
 
@@ -69,7 +69,7 @@ function draw(kind, attributes, content) {
 export function drawMemory(place, facts, length) {
   const { edges, layers } = facts.time_constants;
   if (!layers.length) {
-    place.textContent = "This model has no state spaces: what it remembers is what its attention sees.";
+    place.textContent = "This model has no state spaces: it remembers only what its attention sees.";
     place.className = "hint";
     return;
   }
@@ -112,11 +112,11 @@ export function drawMemory(place, facts, length) {
       draw("text", { class: "here-name", x: at + (late ? -5 : 5), y: top - 6, "text-anchor": late ? "end" : "start" }, `this text: ${whole(length)} tokens`),
     );
   }
-  picture.append(draw("text", { x: (left + right) / 2, y: bottom + 32, "text-anchor": "middle" }, "tokens until a mode has faded to 1/e, by layer"));
+  picture.append(draw("text", { x: (left + right) / 2, y: bottom + 32, "text-anchor": "middle" }, "tokens until a mode has decayed to 1/e, by layer"));
   const hint = document.createElement("p");
   hint.className = "hint";
   hint.textContent = length
-    ? "Modes to the right of the dashed line still hold the beginning of this text; those to its left have let it go."
-    : "Every layer keeps modes that fade quickly and modes that last. The stroke is the median.";
+    ? "Modes to the right of the dashed line still hold the beginning of this text; those to its left have forgotten it."
+    : "Every layer has modes that decay quickly and modes that last. The line marks the median.";
   place.replaceChildren(picture, hint);
 }

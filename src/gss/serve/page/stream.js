@@ -67,11 +67,11 @@ export async function* complete(request, signal) {
 export function explain(error) {
   if (!(error instanceof ServerError)) {
     return error instanceof TypeError
-      ? "The server cannot be reached. Is it running? The text so far is kept."
+      ? "Cannot reach the server. Is it running? The text so far is still here."
       : `Something went wrong on this page: ${error.message}`;
   }
   const said = error.message.charAt(0).toUpperCase() + error.message.slice(1);
-  if (error.status === 401) return key ? "The server does not know this API key." : "This server asks for an API key.";
+  if (error.status === 401) return key ? "The server does not accept this API key." : "This server needs an API key.";
   if (error.status === 429) return `The server is busy. Try again in ${error.after || 1} s.`;
   return `${said}.`.replace("..", ".");
 }

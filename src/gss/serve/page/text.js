@@ -189,7 +189,7 @@ export class TokenText {
     }
     const list = make("ol");
     for (const [name, logprob] of choices) list.append(this.choice(token, name, logprob));
-    const hint = "What the model expected here, before temperature. Choose another to go on from it.";
+    const hint = "What the model expected here, before temperature. Choose another token to continue from it.";
     this.card.replaceChildren(line, list, make("p", "hint", hint));
     this.card.hidden = false;
     this.move();
@@ -205,7 +205,7 @@ export class TokenText {
     button.append(bar, make("span", "", visible(name)), make("span", "", percent(logprob)));
     if (button.tagName === "BUTTON") {
       button.type = "button";
-      button.title = "Go on from here with this one";
+      button.title = "Continue from here with this token";
       button.addEventListener("click", () => {
         this.hide();
         this.branch(token, name);
