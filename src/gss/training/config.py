@@ -253,7 +253,9 @@ def resolve(
     if base is None:
         name = sets.pop("preset", None) or preset_name or values.get("preset")
         if not name:
-            raise ValueError("no model given: add --preset NAME (see gss presets) or --from RUN, or preset = NAME in the recipe")
+            raise ValueError(
+                "no model given: add --preset NAME (see gss presets), --from RUN, or a recipe with a preset"
+            )
         model = preset(name)
         if vocab_size is not None:
             model = override(model, {"vocab_size": vocab_size})
