@@ -184,7 +184,7 @@ def context(
         before, after = result.replaced[0], result.replaced[-1]
         gain = f"going from {before.context:,} to {after.context:,} true tokens gains {before.excess:.4f} ± "
         gain += f"{before.excess_error:.4f} nats"
-        effective = f"no effective context, {gain}"
+        effective = f"no effective context; {gain}"
         if result.effective_context is not None:
             low, high = result.effective_interval
             effective = f"effective context {result.effective_context:,} tokens (95%: {low:,} to {high:,}); {gain}"

@@ -246,7 +246,7 @@ def resolve(
     if base is None:
         name = sets.pop("preset", None) or preset_name or values.get("preset")
         if not name:
-            raise ValueError("no model given: add --preset NAME, or preset = NAME in the recipe (see gss presets)")
+            raise ValueError("no model given: add --preset NAME (see gss presets) or --from RUN")
         model = preset(name)
         if vocab_size is not None:
             model = override(model, {"vocab_size": vocab_size})
