@@ -90,15 +90,19 @@ def _texts(
         if (request, sample) not in going:  # ended by a stop string
             continue
         pieces, strings = going[request, sample]
-        text, finish = strings.push(pieces.push(*output.tokens)), output.finish
+        text, taken, finish = "", 0, output.finish
+        for tokens in [[token] for token in output.tokens] if stop else [output.tokens]:
+            text, taken = text + strings.push(pieces.push(*tokens)), taken + len(tokens)
+            if strings.ended:
+                break
         if finish:
             text += strings.push(pieces.rest()) + strings.rest()
-        elif strings.ended:
+        if strings.ended:
             finish = "stop"
             engine.cancel(partial(is_, request), sample)
         if finish:
             del going[request, sample]
-        yield TextPiece(places[request], sample, text, len(output.tokens), finish)
+        yield TextPiece(places[request], sample, text, taken, finish)
 
 
 def first_state(model: LanguageModel) -> ModelState | None:
