@@ -174,8 +174,8 @@ class StopStrings:
         if starts:
             self.ended = True  # by the one that is whole first, however the text is cut into pieces
             return held[: min((start + len(mark), start) for start, mark in starts)[1]]
-        begun = (size for mark in self._marks for size in range(1, len(mark)) if held.endswith(mark[:size]))
-        shown = len(held) - max(begun, default=0)
+        sizes = ((mark, size) for mark in self._marks for size in range(1, min(len(mark), len(held) + 1)))
+        shown = len(held) - max((size for mark, size in sizes if held.endswith(mark[:size])), default=0)
         self._held = held[shown:]
         return held[:shown]
 
