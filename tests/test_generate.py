@@ -295,6 +295,8 @@ def test_generate() -> None:
     assert text == generate(model, tokenizer, "def", max_tokens=20, seed=3)
     letter = text[5]
     assert generate(model, tokenizer, "def", max_tokens=20, seed=3, stop=[letter]) == text[: text.index(letter)]
+    two = text[5:7]  # one string, not its letters
+    assert generate(model, tokenizer, "def", max_tokens=20, seed=3, stop=two) == text[: text.index(two)]
 
 
 def test_what_a_stop_string_ends_is_the_same_however_many_tokens_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

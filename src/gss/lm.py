@@ -91,7 +91,7 @@ class LM:
         *,
         max_tokens: int = 200,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
         speculate: bool | None = None,
@@ -105,7 +105,7 @@ class LM:
                               least this fraction as likely as the likeliest
         repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
         seed                  the same seed gives the same text
-        stop                  strings to end before
+        stop                  a string, or several, to end before
         state                 the result of `read`, which the prompt (then not empty) continues
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
         speculate             speculate by lookup; the text stays the same. By default on a CPU, where it is faster
