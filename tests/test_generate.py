@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -295,6 +295,27 @@ def test_generate() -> None:
     assert text == generate(model, tokenizer, "def", max_tokens=20, seed=3)
     letter = text[5]
     assert generate(model, tokenizer, "def", max_tokens=20, seed=3, stop=[letter]) == text[: text.index(letter)]
+    two = text[5:7]  # one string, not its letters
+    assert generate(model, tokenizer, "def", max_tokens=20, seed=3, stop=two) == text[: text.index(two)]
+
+
+def test_what_a_stop_string_ends_is_the_same_however_many_tokens_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = gss.build_model(small_config("gss", vocab_size=257), seed=1).eval(), load_tokenizer("bytes")
+    drawn = [*b"abcab"]
+
+    def run(self: decode.Engine) -> Iterator[decode.Output]:
+        (request,) = self._waiting
+        for tokens in [drawn] if self.speculate else [[token] for token in drawn]:
+            yield decode.Output(request, 0, tokens, [], "length" if self.speculate else None)
+
+    monkeypatch.setattr(decode.Engine, "run", run)
+    for stop in (["ca"], ["ab", "abc"], ["cab"]):
+        ended = []
+        for speculate in (False, True):
+            pieces = list(stream_texts(model, tokenizer, ["x"], max_tokens=5, stop=stop, speculate=speculate))
+            ended.append(("".join(p.text for p in pieces), sum(p.tokens for p in pieces), pieces[-1].finish))
+        assert ended[0] == ended[1]
+        assert ended[0][2] == "stop"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def stream_texts(
     prompts: Sequence[str],
     *,
     max_tokens: int = 200,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
     speculate: bool | None = None,
@@ -60,6 +60,7 @@ def stream_texts(
     The model reads the end-of-document id first, as it does at a document's start in training; not after a `state`
     that has read something, its own first state included.
     """
+    stop = [stop] if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
     if max_tokens < 1:
@@ -90,15 +91,19 @@ def _texts(
         if (request, sample) not in going:  # ended by a stop string
             continue
         pieces, strings = going[request, sample]
-        text, finish = strings.push(pieces.push(*output.tokens)), output.finish
+        text, taken, finish = "", 0, output.finish
+        for tokens in [[token] for token in output.tokens] if stop else [output.tokens]:
+            text, taken = text + strings.push(pieces.push(*tokens)), taken + len(tokens)
+            if strings.ended:
+                break
         if finish:
             text += strings.push(pieces.rest()) + strings.rest()
-        elif strings.ended:
+        if strings.ended:
             finish = "stop"
             engine.cancel(partial(is_, request), sample)
         if finish:
             del going[request, sample]
-        yield TextPiece(places[request], sample, text, len(output.tokens), finish)
+        yield TextPiece(places[request], sample, text, taken, finish)
 
 
 def first_state(model: LanguageModel) -> ModelState | None:
@@ -170,8 +175,8 @@ class StopStrings:
         if starts:
             self.ended = True  # by the one that is whole first, however the text is cut into pieces
             return held[: min((start + len(mark), start) for start, mark in starts)[1]]
-        begun = (size for mark in self._marks for size in range(1, len(mark)) if held.endswith(mark[:size]))
-        shown = len(held) - max(begun, default=0)
+        sizes = ((mark, size) for mark in self._marks for size in range(1, min(len(mark), len(held) + 1)))
+        shown = len(held) - max((size for mark, size in sizes if held.endswith(mark[:size])), default=0)
         self._held = held[shown:]
         return held[:shown]
 

@@ -91,7 +91,7 @@ class LM:
         *,
         max_tokens: int = 200,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
         speculate: bool | None = None,
@@ -105,7 +105,7 @@ class LM:
                               at least this fraction as likely as the most likely one
         repetition_penalty    above 1, makes tokens that have occurred less likely; `gss.sampling` has all options
         seed                  the same seed gives the same text
-        stop                  strings before which the text ends
+        stop                  one string, or several, before which the text ends
         state                 the result of `read`; the prompt, which must not be empty, continues from it
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that supports it
         speculate             speculative decoding by lookup; the text stays the same. Default: on a CPU only

@@ -62,6 +62,15 @@ def test_what_an_export_holds(exported: Path, run: Path) -> None:
     assert [path.name for path in exported.rglob("*.py")] == ["modeling_gss.py"]
 
 
+@pytest.mark.parametrize(
+    "data", [{"hash": "abc"}, {"tokens": "many", "documents": 3}, {"tokens": [1], "documents": None}]
+)
+def test_a_card_without_what_was_not_recorded(run: Path, data: dict[str, object]) -> None:
+    card = hf.exchange.model_card("name", gss.load(run), {"length": "long"}, data)
+    for fact in ("training data", "sequence length in training", "tokens per step", "preset"):
+        assert f"| {fact} | not recorded |" in card
+
+
 def test_stock_transformers(exported: Path, run: Path, tmp_path: Path) -> None:
     """Without `import gss.hf`: refused unless the folder's file is trusted, which then gives the same model."""
     script = f"""

@@ -113,7 +113,7 @@ class GraphDecoder(BlockedDecoder):
             activation=config.activation,
             centred=config.norm == "layernorm",
             epsilon=config.norm_epsilon,
-            head_scale=config.width**-0.5 if config.head_scale is None else config.head_scale,
+            head_scale=model.head_scale,
         )
         self._rooms: dict[int, _Room] = {}
         self._enter(state.batch)

@@ -21,6 +21,7 @@ from gss.nn.dss import DSSBlock, DSSMixer
 from gss.nn.gss import GSSLayer
 from gss.nn.gss2 import GSS2Layer
 from gss.nn.state_space import DiagonalStateSpace
+from gss.ops.positions import rotary_frequencies
 
 LONGEST = 64  # the most tokens in a piece
 State = dict[str, str]
@@ -48,7 +49,7 @@ class Piece:
         """Factors [L, 1, d] for `_turned` that turn queries and keys to their positions."""
         key = (base, width)
         if key not in self._known:
-            cos, sin = waves(graph, self, base ** -(np.arange(width // 2) / (width // 2)))
+            cos, sin = waves(graph, self, rotary_frequencies(width, base, torch.device("cpu")).numpy())
             both = graph("Concat", cos, cos, axis=1), graph("Concat", graph("Neg", sin), sin, axis=1)
             self._known[key] = [graph("Unsqueeze", wave, graph.whole(1)) for wave in both]
         return list(self._known[key])

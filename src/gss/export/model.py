@@ -97,8 +97,7 @@ def build(model: LanguageModel, about: dict[str, str] | None = None) -> onnx.Mod
         own = {name: state[f"layers.{i}.{name}"] for name in state_shapes(layer)}
         x, found = add_layer(graph, layer, x, own, piece)
         after |= {f"layers.{i}.{name}": value for name, value in found.items()}
-    scale = config.width**-0.5 if config.head_scale is None else config.head_scale
-    hidden = graph("Mul", graph.norm(x, model.norm), graph.number(scale))
+    hidden = graph("Mul", graph.norm(x, model.norm), graph.number(model.head_scale))
     logits = graph("Gemm", hidden, embedding, transB=1)
     graph.output("logits", logits, np.float32, ["L", config.vocab_size])
     graph.output("next.position", graph("Add", position, piece.count), np.int64, [1])

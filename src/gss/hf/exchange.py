@@ -96,13 +96,13 @@ def model_card(name: str, lm: LM, run: Mapping[str, Any], data: Mapping[str, Any
     facts = {
         "parameters": f"{parameters:,}",
         "layers": f"{layers}, width {config.width}",
-        "preset": run.get("preset", "not recorded"),
+        "preset": _recorded(run, "{preset}"),
         "vocabulary": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, hash `{tokenizer.hash[:16]}`",
         "training steps": f"{step:,}",
-        "tokens per step": f"{run['batch_tokens']:,}" if "batch_tokens" in run else "not recorded",
-        "sequence length in training": f"{run['length']:,}" if "length" in run else "not recorded",
-        "training data": f"{data['tokens']:,} tokens of {data['documents']:,} documents" if data else "not recorded",
-        "hash of the data": f"`{data['hash']}`" if data.get("hash") else "not recorded",
+        "tokens per step": _recorded(run, "{batch_tokens:,}"),
+        "sequence length in training": _recorded(run, "{length:,}"),
+        "training data": _recorded(data, "{tokens:,} tokens of {documents:,} documents"),
+        "hash of the data": _recorded(data, "`{hash}`"),
     }
     rows = "\n".join(f"| {what} | {value} |" for what, value in facts.items())
     memory = (
@@ -145,3 +145,11 @@ It continues text in the manner of its training data; it follows no instructions
 or as biased as that data. It was not tested for any use. Texts much longer than those it was trained on may be
 continued less well.
 {losses}"""
+
+
+def _recorded(values: Mapping[str, Any], form: str) -> str:
+    """What is recorded, in words."""
+    try:
+        return form.format(**{name: value for name, value in values.items() if value is not None})
+    except (KeyError, TypeError, ValueError):
+        return "not recorded"

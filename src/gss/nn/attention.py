@@ -90,8 +90,9 @@ class TransformerBlock(SequenceLayer):
             start = (position % self.chunk + length - 1) // self.chunk * self.chunk
             kept = expand_index(_positions(start, self.chunk), keys)
             keys, values = keys.gather(1, kept), values.gather(1, kept)
-        # Contiguous: without the queries, which lie between them.
-        return attended, {"keys": keys.contiguous(), "values": values.contiguous(), "length": position + length}
+        # Without the queries, which lie between them, and the tokens that have left the window.
+        own = torch.clone if self.sliding else Tensor.contiguous
+        return attended, {"keys": own(keys), "values": own(values), "length": position + length}
 
     def state_slots(self) -> dict[str, Slot]:
         cache = Slot((self.reach, self.heads, self.head_width))
@@ -152,7 +153,7 @@ class TransformerBlock(SequenceLayer):
         nothing = keys.new_zeros(len(keys), window, *keys.shape[2:])
         old_keys, old_values = (state["keys"], state["values"]) if state else (nothing, nothing)
         keys, values = torch.cat([old_keys.to(keys), keys], dim=1), torch.cat([old_values.to(values), values], dim=1)
-        kept = keys[:, length:].clone(), values[:, length:].clone()  # a state holds on to no more than its own tokens
+        kept = keys[:, length:], values[:, length:]
         if length > 1 and _flash_can(queries, keys, values) and _has_whole_windows(state, window, length):
             empty = 0 if state else window  # slots before the first token of a sequence
             return _flash_window(queries, keys[:, empty:], values[:, empty:], window), *kept

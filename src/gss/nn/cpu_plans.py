@@ -49,8 +49,7 @@ def _call(name: str, types: str, struct: ctypes.Structure, x: Tensor, *arguments
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
-    found(ctypes.byref(struct), *x.shape[:2], *given, x.data_ptr(), y.data_ptr())
+    found(ctypes.byref(struct), *x.shape[:2], *map(cpu.pointer, (*arguments, x, y)))
     return y
 
 

@@ -37,7 +37,7 @@ def structure(*values: Any) -> ctypes.Structure:
     """A structure with these fields: numbers, other structures, and tensors (or None), which must be kept alive."""
     types = {bool: "l", int: "l", float: "d"}
     kinds = [type(each) if isinstance(each, ctypes.Structure) else types.get(type(each), "p") for each in values]
-    return record(*kinds)(*(pointer(each) if isinstance(each, Tensor) else each for each in values))
+    return record(*kinds)(*map(pointer, values))
 
 
 MATRIX = record(*"lllppp")
@@ -64,9 +64,9 @@ def library() -> ctypes.CDLL | None:
     return _compiled() if fast.enabled() else None
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a contiguous tensor's numbers are."""
-    return None if tensor is None else tensor.data_ptr()
+def pointer(value: Any) -> Any:
+    """Where a contiguous tensor's numbers are; anything else as it is."""
+    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 @functools.cache

@@ -156,16 +156,14 @@ export class TokenText {
     return `${visible(token.name)}, ${percent(token.logprob)}, ${bits(token.logprob).toFixed(1)} bits of surprise`;
   }
 
-  // Closes the card; says whether there was one to close.
+  // Closes the card.
   hide() {
-    const had = this.open !== null;
     clearTimeout(this.leaving);
-    if (had && this.card.contains(document.activeElement)) this.open.span.focus({ preventScroll: true });
+    if (this.open && this.card.contains(document.activeElement)) this.open.span.focus({ preventScroll: true });
     this.open?.span.classList.remove("open");
     this.open = null;
     this.pinned = false;
     this.card.hidden = true;
-    return had;
   }
 
   show(token) {
