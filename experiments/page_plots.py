@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.records import Collection, Record, perplexities, speed
 from experiments.studies import STUDIES
-from gss.evaluation import PAPER_LENGTHS
+from gss.paper import LENGTHS
 from gss.report.theme import LIGHT, legend, logarithmic, require_matplotlib, run_colour, style, tokens
 from gss.reproduce.settings import SYSTEMS
 from gss.reproduce.tables import LENGTH_NAMES, Found, by_seed
@@ -72,7 +72,7 @@ def by_corpus(corpus: str, found: Found) -> Picture:
     lines: dict[str, dict[int, float]] = {}
     for index, (trial, kept) in enumerate(by_seed(found)):
         look: dict[str, Any] = {"color": run_colour(index), "linestyle": STYLES[index // 8 % len(STYLES)]}
-        known = [length for length in PAPER_LENGTHS if all(_known(result, str(length)) for result in kept)]
+        known = [length for length in LENGTHS if all(_known(result, str(length)) for result in kept)]
         means = {n: statistics.fmean(result["lengths"][str(n)]["perplexity"] for result in kept) for n in known}
         lines[trial.system.label] = means
         by_length.plot([*means], [*means.values()], label=trial.system.label, marker="o", markersize=4, **look)
