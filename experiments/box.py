@@ -37,9 +37,10 @@ from gss.accounting import account
 from gss.bench.machine import source_commit
 from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manifest
 from gss.data.tokenizer_training import train_tokenizer
-from gss.evaluation import PAPER_LENGTHS, evaluate
+from gss.evaluation import evaluate
 from gss.io.runs import read_metrics
 from gss.lm import load
+from gss.paper import LENGTHS
 from gss.recipes import recipe_path
 from gss.serve.about import time_constants
 
@@ -207,7 +208,7 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
 
 def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> dict[str, Any]:
     """What the rounded model scores at each length that the books reach, and what rounding has cost."""
-    lengths, most, beside = (PAPER_LENGTHS, None, 1 << 17) if not trial else ((128, 512), 8192, 4096)
+    lengths, most, beside = (LENGTHS, None, 1 << 17) if not trial else ((128, 512), 8192, 4096)
     model = load(box, device=device, weights="fp32").model
     reached = [length for length in lengths if length <= held_out.lengths.max()]
     result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside, precision="fp32")

@@ -40,7 +40,7 @@ _IMPORTS = {
     "generate": "model nn data precision decode",
     "scoring": "model nn",
     "lm": "model ops nn sampling data precision generate io io.files scoring box",
-    "evaluation": "model nn data precision scoring lm",
+    "evaluation": "model nn data precision scoring lm paper",
     "training": "gss config nn model precision io io.files data generate lm evaluation "
     "choices pieces accounting presets recipes",
     "probe": "config nn model data precision scoring lm evaluation training",

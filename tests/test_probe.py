@@ -296,6 +296,8 @@ def test_stretched_modes_hold_longer() -> None:
         train_on_task(small_config("gss"), task, stretch=2.0, **options)
     with pytest.raises(ValueError, match="a positive number, not 0"):
         train_on_task(config, task, stretch=0.0, **options)
+    with pytest.raises(ValueError, match="precision must be auto, fp32 or bf16"):  # what it could not be tested in
+        train_on_task(config, task, precision="fp8", **options)
 
 
 @pytest.mark.gpu

@@ -19,13 +19,13 @@ import torch
 from gss.data import Dataset, open_dataset, require_same
 from gss.model import LanguageModel
 from gss.nn.context import Context
+from gss.paper import LENGTHS
 from gss.precision import resolved, running
 from gss.scoring import PIECE, ScoredPiece, score_sequences
 
 if TYPE_CHECKING:
     from gss.lm import LM
 
-PAPER_LENGTHS = (512, 4096, 16_384, 65_536)
 _UNBOUNDED_LIMIT = 4096
 
 
@@ -107,7 +107,7 @@ def reachable_lengths(
     4,096 or the training length for a model that keeps every token, whose cost grows with the square of the length."""
     longest = longest_document(dataset, max_tokens)
     limit = longest if model.bounded_state else min(longest, max(_UNBOUNDED_LIMIT, trained or 0))
-    return [length for length in PAPER_LENGTHS if length <= limit] or [limit]
+    return [length for length in LENGTHS if length <= limit] or [limit]
 
 
 def longest_document(dataset: Dataset, max_tokens: int | None = None) -> int:
@@ -118,7 +118,7 @@ def longest_document(dataset: Dataset, max_tokens: int | None = None) -> int:
 def evaluate(
     model: "LM | LanguageModel",
     dataset: Dataset | str | Path,
-    lengths: Sequence[int | None] = PAPER_LENGTHS,
+    lengths: Sequence[int | None] = LENGTHS,
     *,
     split: str = "valid",
     max_tokens: int | None = None,

@@ -8,6 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +306,17 @@ def forge(out: Path, name: str, data: bytes, content: dict[str, Any]) -> None:
     write_manifest(out, content)
 
 
+def _without_one_fact(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A manifest's content with each of the facts that are read from it missing, or a list."""
+    content = {**content, "left_out": {"empty": {"documents": 1, "first": ["one.txt"]}}}
+    for place in ((), ("tokenizer",), ("splits", "train"), ("left_out", "empty")):
+        for name in reduce(getitem, place, content).keys() - {"format", "version", "sources", "request"}:
+            missing, list_ = copy.deepcopy(content), copy.deepcopy(content)
+            del reduce(getitem, place, missing)[name]
+            reduce(getitem, place, list_)[name] = [3]
+            yield from (missing, list_)
+
+
 def test_forged_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     content = prepare([str(corpus)], out, BYTES, valid=0, workers=1).content
@@ -337,6 +351,10 @@ def test_forged_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
         write_manifest(out, {**content, "splits": forged_facts})
         with pytest.raises(ValueError, match="does not describe a corpus"):
             open_dataset(out)
+    for forged in _without_one_fact(content):
+        write_manifest(out, forged)
+        with pytest.raises(ValueError, match=r"does not describe a corpus|tokens are uint16 or uint32"):
+            read_manifest(out)
     (out / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is damaged"):
         open_dataset(out)

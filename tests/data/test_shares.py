@@ -145,7 +145,8 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match="parts are numbered from 1/3 to 3/3"):
             prepare([str(corpus)], tmp_path / "no", BYTES, share=bad)
     sealed = read_sealed(f"{three}/manifest.json", SHARE_FORMAT).content
-    for forged in ({"parts": 10**12}, {"parts": None}, {"share": [3]}, {"share": "33"}, {"held_out": [2, 0]}):
+    counts: list[dict[str, object]] = [{"parts": wrong} for wrong in (10**12, None, float(sealed["parts"]))]
+    for forged in (*counts, {"share": [3]}, {"share": "33"}, {"held_out": [2, 0]}):
         write_manifest(Path(three), {**sealed, **forged})
         with pytest.raises(ValueError, match="is not a valid part of a corpus"):
             merge_shares([one, two, three], out)

@@ -51,3 +51,19 @@ def test_float32_and_bfloat16_stay_close_over_many_chunks() -> None:
         assert y.dtype == kind
         assert state.dtype == torch.float32
         assert relative_error(y.double(), expected) < tolerance
+
+
+def test_single_tokens_do_not_drift() -> None:
+    """A factor that is rounded turns and shrinks a slow mode the same wrong way each time."""
+    q, k, v, *_ = (t.detach() for t in inputs(3000, batch=1, heads=1, modes=8, values=1))
+    rate = torch.stack([torch.full((1, 8), -1e-5), torch.logspace(-4, -1, 8).unsqueeze(0)]).double()
+    expected, after = scan(q, k + 1, v + 1, rate)  # what is written adds up
+    tokens = [t.float().split(1, dim=1) for t in (q, k + 1, v + 1)]
+    state, parts = None, []
+    for token in zip(*tokens, strict=True):
+        y, state = scan(*token, rate, state)
+        parts.append(y)
+    assert state is not None
+    assert state.dtype == torch.float32
+    assert relative_error(torch.cat(parts, dim=1).double(), expected) < 3e-6
+    assert relative_error(state.double(), after) < 3e-6

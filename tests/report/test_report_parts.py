@@ -14,7 +14,7 @@ from gss.evaluation import evaluate
 from gss.model import build_model
 from gss.report import write_report
 from gss.report.figures import length_pictures, memory_pictures, records, state_spaces, training_pictures
-from gss.report.page import difference_table, length_table
+from gss.report.page import difference_table, length_table, size
 from gss.report.runs import Scores, read_run, read_runs, same_tokens, scores
 from gss.report.theme import COLOURS, LIGHT, power_of_ten, style, tokens
 from tests.conftest import small_config
@@ -226,5 +226,8 @@ def test_names_tell_runs_apart(lab: Lab, tmp_path: Path) -> None:
 
 def test_numbers_in_little_room() -> None:
     assert [tokens(value) for value in (512, 4096, 1.5e6, 0.25, 4e19)] == ["512", "4.1k", "1.5M", "0.25", "4e+19"]
+    assert [tokens(value) for value in (999.4, 999.7, 999_700.0, -999.7)] == ["999", "1k", "1M", "-1k"]
+    assert [tokens(value) for value in (9.997e11, float("inf"), float("nan"))] == ["1e+12", "inf", "nan"]
+    assert [size(count) for count in (999, 999.7, 999_700, 5e15)] == ["999 bytes", "1 kB", "1 MB", "5e+06 GB"]
     assert [power_of_ten(value) for value in (1e-3, 0.1, 1, 100, 1e7, 0)] == ["10⁻³", "0.1", "1", "100", "10⁷", "0"]
     assert len(set(LIGHT.values())) == len(COLOURS)

@@ -166,6 +166,21 @@ def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path:
     assert config["micro_batch_tokens"] == 64  # halved, since the whole batch did not fit
 
 
+def test_longer_rows_that_do_not_fit_into_memory(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+    (trial,) = quick_trials(corpus, "gss")
+    config = replace(trial.config, late_length=2 * trial.config.length, batch_tokens=4 * trial.config.length)
+    tried = []
+
+    def fails(config: TrainConfig, *arguments: Any, **options: Any) -> Any:
+        tried.append(config.micro_batch_tokens)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner, "train", fails)
+    with pytest.raises(ValueError, match=f"not even one row of {config.late_length} tokens of gss-tiny fits"):
+        runner.train_trial(replace(trial, config=config), tmp_path, torch.device("cpu"), quiet=True)
+    assert tried == [None, config.late_length]
+
+
 def test_the_command(corpus: Corpus, tmp_path: Path) -> None:
     sets = [f"--set={key}={value}" for key, value in {**QUICK, "steps": 2}.items()]
     base = ("reproduce", "table1", "--data", corpus.folder, "--out", tmp_path, "--device", "cpu")

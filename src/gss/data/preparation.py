@@ -125,7 +125,8 @@ def _read_share(share: str) -> dict[str, Any]:
     try:
         (number, machines), (valid, test), parts = asked["share"], asked["held_out"], asked["parts"]
         check_shares(valid, test)
-        if not (1 <= number <= machines and 0 <= parts < 10**6 and {"request", "sources"} <= set(asked)):
+        counted = type(parts) is int and 0 <= parts < 10**6
+        if not (1 <= number <= machines and counted and {"request", "sources"} <= set(asked)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{share} is not a valid part of a corpus: prepare it again, with --force") from None

@@ -98,15 +98,19 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if content.get("dtype") not in DTYPES:  # an object type would take the file's bytes for addresses
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     try:  # anyone can write a manifest
-        splits, tokenizer = content["splits"], content["tokenizer"]
-        counts = [tokenizer["vocab_size"], tokenizer["eos_id"]]
+        splits, tokenizer, left_out = content["splits"], content["tokenizer"], content["left_out"].values()
+        counts = [tokenizer["vocab_size"], tokenizer["eos_id"], *(entry["documents"] for entry in left_out)]
+        texts = [tokenizer["kind"], tokenizer["hash"], *tokenizer["losses"]]
+        texts += [name for entry in left_out for name in entry["first"]]
+        rates: list[Any] = []
         for split in splits.values():
-            counts += [split[name] for name in ("documents", "tokens", "bytes", "words")]
+            counts += [split[name] for name in ("documents", "tokens", "bytes", "words", "longest")]
             counts += [facts["size"] for facts in split["files"].values() if facts["sha256"]]
-        complete = {*splits} <= {*SPLITS} and isinstance(content["left_out"], dict) and tokenizer["hash"]
+            rates += [split[name] for name in ("tokens_per_byte", "tokens_per_word", "unigram_entropy")]
+        complete = splits and {*splits} <= {*SPLITS} and all(isinstance(text, str) for text in texts)
     except (KeyError, TypeError, AttributeError):
         complete = False
-    if not complete or any(type(count) is not int or count < 0 for count in counts):
+    if not (complete and all(type(n) is int and n >= 0 for n in counts) and all(type(n) is float for n in rates)):
         raise ValueError(f"{path} does not describe a corpus: prepare it again, with --force")
     if content["tokenizer"]["vocab_size"] > 2 ** (8 * np.dtype(content["dtype"]).itemsize):
         raise ValueError(f"{path}: {content['tokenizer']['vocab_size']} ids do not fit tokens of {content['dtype']}")

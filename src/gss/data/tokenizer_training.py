@@ -44,7 +44,6 @@ def train_tokenizer(
     model: str = "unigram",
     options: SourceOptions | None = None,
     max_bytes: int = 200_000_000,
-    character_coverage: float = 0.9999,
     threads: int | None = None,
     force: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -83,7 +82,7 @@ def train_tokenizer(
             "pad_id": -1,
             # A small corpus has fewer pieces than asked for: take what there is. The library allows it for unigram.
             "hard_vocab_limit": model == "bpe",
-            "character_coverage": character_coverage,
+            "character_coverage": 0.9999,
             "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }

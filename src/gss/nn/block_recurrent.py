@@ -105,7 +105,7 @@ class StateCell(nn.Module):
         memory: CellMemory,
         own: KeysValues,
         before: KeysValues | None = None,
-        previous: Tensor | None = None,
+        previous: bool | Tensor = False,
     ) -> Tensor:
         """The vectors after a window; its tokens, and `before` and `previous`, as in `WindowAttention.in_window`.
 
@@ -113,11 +113,11 @@ class StateCell(nn.Module):
         """
         kind, mask = memory.values.dtype, None
         keys, values = (tensor.to(kind) for tensor in own)
-        if before is not None:
+        if before is not None and previous is not False:
             keys, values = (torch.cat([old, new], 1).to(kind) for old, new in zip(before, own, strict=True))
-            if previous is not None:
-                current = torch.arange(keys.shape[1], device=keys.device) >= before[0].shape[1]
-                mask = (previous.unsqueeze(1) | current)[:, None, None]
+        if isinstance(previous, Tensor):
+            current = torch.arange(keys.shape[1], device=keys.device) >= keys.shape[1] - own[0].shape[1]
+            mask = (previous.unsqueeze(1) | current)[:, None, None]
         queries, token_queries = self._split(self.queries(memory.identified))
         over_vectors = attend(unit(queries, self.scale), memory.keys, memory.values)
         over_tokens = attend(unit(token_queries, self.token_scale), keys, values, mask)
@@ -233,17 +233,15 @@ class RecurrentLayer(SequenceLayer):
             hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
             memory = work.read(self.cell, vectors)
             previous, kept = windows.has_previous(part), windows.kept(part, given)
-            before = [run[-1] if previous is not False else None for run in runs]
-            some = previous if isinstance(previous, Tensor) else None
+            before = [run[-1] for run in runs]
             for i, block in enumerate(blocks):
                 bias = biases[part.stop - part.start][i]
-                window = (hidden, (memory.keys, memory.values), bias, before[i], some, kept[i])
+                window = (hidden, (memory.keys, memory.values), bias, before[i], previous, kept[i])
                 hidden, own = work.through(block, weights[i], *window)
                 runs[i] = [*runs[i][-2:], own]  # a row that stands late in its window needs two of those before
             outputs.append(hidden)
             if keep_state or part is not parts[-1]:
-                writer = self.writer
-                move = (memory, runs[writer][-1], before[writer], some)
+                move = (memory, runs[self.writer][-1], before[self.writer], previous)
                 vectors = self._moved_on(work, windows.filled(part), vectors, *move)
         y = windows.collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         if len(parts) == 1 and torch.is_grad_enabled():

@@ -70,7 +70,7 @@ class GSS2Layer(SequenceLayer):
             if len(self.short.taps) == short.TAPS:
                 return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
-        y, modes = self.state_space.mix(F.silu(convolved), state and state["modes"], keep_state)
+        y, modes = self.state_space(F.silu(convolved), state and state["modes"], keep_state)
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
 
     def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
@@ -184,24 +184,20 @@ class KeyedStateSpace(StateSpace):
         return torch.sqrt(-torch.expm1(2 * rate[0])) * response
 
     @across_ranks(by_decay)
-    def mix(self, x: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor]:
-        """`forward` of [B, L, queries + keys + values]."""
-        return self(*self._split(x), state)
-
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
-        """Queries and keys [B, L, h·2N], values [B, L, h·D] and S [B, h, 2N, D] → y [B, L, h, D] and the next S."""
-        with torch.autocast(values.device.type, enabled=False):
-            rate = self.rate()
-            queries, values = (t.unflatten(-1, (self.heads, -1)) for t in (queries, values))
-            queries = F.rms_norm(queries, queries.shape[-1:], eps=1e-6) / math.sqrt(2 * self.modes)
-            return matrix_state.scan(queries, self._keys(keys, rate), values, rate, state, skip=self.skip)
-
-    def left(self, x: Tensor) -> Tensor:
-        """The S that [B, L, queries + keys + values] leave where there was none before."""
-        _, keys, values = self._split(x)
+    def forward(self, x: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values side by side, [B, L, h·(2N + 2N + D)], and S [B, h, 2N, D] → y [B, L, h, D] and the
+        next S.
+        """
         with torch.autocast(x.device.type, enabled=False):
             rate = self.rate()
-            return matrix_state.left(self._keys(keys, rate), values.unflatten(-1, (self.heads, -1)), rate)
+            return matrix_state.scan(*self._split(x, rate), rate, state, skip=self.skip)
+
+    def left(self, x: Tensor) -> Tensor:
+        """The S that queries, keys and values leave where there was none before."""
+        with torch.autocast(x.device.type, enabled=False):
+            rate = self.rate()
+            _, keys, values = self._split(x, rate)
+            return matrix_state.left(keys, values, rate)
 
     def faded(self, state: Tensor, tokens: int) -> Tensor:
         """S so many tokens later, were they all zero."""
@@ -216,13 +212,12 @@ class KeyedStateSpace(StateSpace):
         energy = self.energy(rate)
         return torch.cat([torch.full_like(energy, 1 / math.sqrt(2 * self.modes)), energy]).float()
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        keys = self.heads * 2 * self.modes
-        queries, keys_, values = x.split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
-        return queries, keys_, values
-
-    def _keys(self, keys: Tensor, rate: Tensor) -> Tensor:
-        """Keys of length √N a head, every mode adding the same energy, whatever its time constant: [B, L, h, 2N]."""
-        energy = self.energy(rate).to(keys.dtype)
-        keys = keys.unflatten(-1, (self.heads, -1))
-        return F.rms_norm(keys, keys.shape[-1:], eps=1e-6) * energy
+    def _split(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, L, h, 2N], of a length that makes every mode add the same energy, whatever its time
+        constant, and values [B, L, h, D].
+        """
+        width = self.heads * 2 * self.modes
+        parts = x.split([width, width, x.shape[-1] - 2 * width], dim=-1)
+        queries, keys, values = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        queries, keys = (F.rms_norm(t, t.shape[-1:], eps=1e-6) for t in (queries, keys))
+        return queries / math.sqrt(2 * self.modes), keys * self.energy(rate).to(keys.dtype), values

@@ -86,21 +86,21 @@ class WindowAttention(nn.Module):
         return F.pad(bias[..., :-1], (0, 1)).to(dtype)  # the last slot is seen by no query: the sink takes its place
 
     def in_window(
-        self, queries: Tensor, own: KeysValues, before: KeysValues | None, bias: Tensor, previous: Tensor | None = None
+        self, queries: Tensor, own: KeysValues, before: KeysValues, bias: Tensor, previous: bool | Tensor
     ) -> Tensor:
-        """Queries [B, Q, h, d] of one window over its own tokens and the window `before`.
+        """Queries [B, Q, h, d] of one window over its own tokens and, in the rows [B] with one, the window `before`.
 
-        `before` is None where no row has one; `previous` [B] marks the rows that do, None: all.
+        `previous` says which: a bool where it is the same for all.
         """
-        if before is None:
+        if previous is False:
             keys, values = (_with_sink(tensor) for tensor in own)
             return attend(queries, keys, values, bias[..., self.window :])
         keys, values = (_with_sink(old.to(new.dtype), new) for old, new in zip(before, own, strict=True))
         attended = attend(queries, keys, values, bias)
-        if previous is None:
+        if not isinstance(previous, Tensor):
             return attended
         # A mask per row would take a bias per row; a second pass over half of the keys is less.
-        alone = self.in_window(queries, own, None, bias)
+        alone = self.in_window(queries, own, before, bias, False)
         return torch.where(previous[:, None, None, None], attended, alone)
 
     def in_windows(self, queries: Tensor, keys: Tensor, values: Tensor, windows: Windows) -> Tensor:
@@ -110,13 +110,13 @@ class WindowAttention(nn.Module):
         bias = self.bias(windows, first.stop)
         if not rest:
             own = (keys[:, self.window :], values[:, self.window :])
-            before = (keys[:, : self.window], values[:, : self.window]) if previous is not False else None
-            return self.in_window(queries, own, before, bias, previous if isinstance(previous, Tensor) else None)
+            before = (keys[:, : self.window], values[:, : self.window])
+            return self.in_window(queries, own, before, bias, previous)
         missing = (1 + len(rest)) * self.window - windows.slots
         if missing:
             queries, keys, values = (F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (queries, keys, values))
         queries, keys, values = (t.unflatten(1, (-1, self.window)) for t in (queries, keys, values))
-        alone = self.in_window(queries[:, 0], (keys[:, 1], values[:, 1]), None, bias)
+        alone = self.in_window(queries[:, 0], (keys[:, 1], values[:, 1]), (keys[:, 0], values[:, 0]), bias, False)
         begun = 0 if isinstance(previous, Tensor) else 1  # the first window with one before it
         keys, values = (_with_sink(t[:, begun:-1], t[:, begun + 1 :], slots=2).flatten(0, 1) for t in (keys, values))
         attended = attend(queries[:, begun:].flatten(0, 1), keys, values, bias).unflatten(0, (len(queries), -1))
@@ -178,9 +178,9 @@ class WindowBlock(nn.Module):
         x: Tensor,
         memory: KeysValues,
         bias: Tensor,
-        before: KeysValues | None = None,
-        previous: Tensor | None = None,
-        kept: tuple[Tensor, ...] | None = None,
+        before: KeysValues,
+        previous: bool | Tensor,
+        kept: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, KeysValues]:
         """One window's tokens, over a recurrent state's `memory` too; returns the window's keys and values as well.
 

@@ -58,8 +58,11 @@ def scan(
 
 
 def _step(queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: q, k [B, h, 2N], v [B, h, D]."""
-    state = decayed(state, rate, 1) + keys.unsqueeze(-1) * values.unsqueeze(-2)
+    """One token: q, k [B, h, 2N], v [B, h, D].
+
+    The update is float64 arithmetic on a stored state of lower precision, as `state_space.carried_state` explains.
+    """
+    state = (decayed(state.double(), rate, 1) + keys.unsqueeze(-1) * values.unsqueeze(-2)).to(state.dtype)
     y = queries.to(state.dtype).unsqueeze(-2) @ state  # [B, h, 1, D]
     return y.to(values.dtype).transpose(1, 2), state
 

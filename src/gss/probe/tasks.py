@@ -28,7 +28,7 @@ from gss.config import ModelConfig, override
 from gss.data import Batch, as_tensors
 from gss.model import LanguageModel, build_model
 from gss.nn.gss2 import GSS2Layer
-from gss.precision import resolved, running
+from gss.precision import check, resolved, running
 from gss.scoring import PIECE, score_sequences
 from gss.training import OptimizerConfig, TrainConfig
 from gss.training.distributed import World
@@ -221,6 +221,7 @@ def train_on_task(
     """
     if min(rows, sequences) < 1:
         raise ValueError("rows and sequences must be at least 1")
+    check(precision)
     stages = _stages(curriculum, Stage(task.items, length, rows, steps))
     for items, wanted in [(stage.items, stage.length) for stage in stages] + [(task.items, other) for other in lengths]:
         replace(task, items=items).draw(0, 1, wanted)  # refuses lengths that are too short before any training

@@ -242,7 +242,7 @@ def difference_table(runs: Sequence[RunRecord]) -> Table | None:
 def size(count: float) -> str:
     """A number of bytes in a readable unit."""
     units = ["bytes", "kB", "MB", "GB"]
-    while count >= 1000 and len(units) > 1:
+    while float(f"{count:.3g}") >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}"
 

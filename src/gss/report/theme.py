@@ -133,11 +133,10 @@ def power_of_ten(value: float, _position: Any = None) -> str:
 
 def tokens(value: float, _position: Any = None) -> str:
     """A number of tokens or steps in short form: 512, 4k, 1.5k, 2M."""
-    if abs(value) >= 1e12:
-        return f"{value:.2g}"
+    rounded = float(f"{value:.3g}")  # 999.7 is 1k
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
+        if size <= abs(rounded) < 1e12:
+            return f"{rounded / size:.3g}{letter}"
     return f"{value:.3g}"
 
 

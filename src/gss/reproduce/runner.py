@@ -18,12 +18,13 @@ from gss.accounting import account
 from gss.bench.machine import provenance
 from gss.config import to_mapping
 from gss.data import open_dataset
-from gss.evaluation import PAPER_LENGTHS, evaluate, reachable_lengths
+from gss.evaluation import evaluate, reachable_lengths
 from gss.io import checkpoint
 from gss.io.devices import pick_device
 from gss.io.files import finite, read_json, write_file, write_json
 from gss.io.runs import read_metrics, training_summary
 from gss.lm import load
+from gss.paper import LENGTHS
 from gss.recipes import recipe_path
 from gss.reproduce.settings import Target, recipe_name
 from gss.reproduce.tables import WHOLE, report_text
@@ -142,7 +143,7 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
     dataset = open_dataset(trial.corpus.folder, HELD_OUT, verify=False)
     precision = "bf16" if device.type == "cuda" else "fp32"
     reached = reachable_lengths(model, dataset, trial.evaluate_tokens, trial.config.length)
-    lengths: list[int | None] = [length for length in reached if length in PAPER_LENGTHS]
+    lengths: list[int | None] = [length for length in reached if length in LENGTHS]
     if model.bounded_state or not lengths:
         lengths.append(None)
     rows: dict[str, dict[str, Any]] = {}

@@ -64,16 +64,17 @@ class Muon(torch.optim.Optimizer):
 
     def _updates(self, parameters: list[Tensor]) -> list[Tensor]:
         """Each parameter's momentum, orthogonalized block by block; blocks of one shape are batched."""
-        by_shape: dict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        by_shape: dict[tuple[int, ...], list[tuple[int, bool, Tensor]]] = defaultdict(list)
         for index, parameter in enumerate(parameters):
             for block in self._moved(parameter).chunk(self._blocks.get(parameter, 1)):
-                rows, columns = block.shape
-                by_shape[min(rows, columns), max(rows, columns)].append((index, block))
+                tall = block.shape[0] > block.shape[1]
+                flat = block.T if tall else block
+                by_shape[flat.shape].append((index, tall, flat))
         done: list[list[Tensor]] = [[] for _ in parameters]
         for same in by_shape.values():
-            flat = torch.stack([block if block.shape[0] <= block.shape[1] else block.T for _, block in same])
-            for (index, block), matrix in zip(same, orthogonal(flat).unbind(), strict=True):
-                done[index].append(matrix if block.shape[0] <= block.shape[1] else matrix.T)
+            matrices = orthogonal(torch.stack([flat for *_, flat in same]))
+            for (index, tall, _), matrix in zip(same, matrices.unbind(), strict=True):
+                done[index].append(matrix.T if tall else matrix)
         return [torch.cat(blocks) for blocks in done]
 
     def _moved(self, parameter: Tensor) -> Tensor:

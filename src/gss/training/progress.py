@@ -154,13 +154,14 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float | None:
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of a large matrix product on this GPU, which MFU refers to; None on a CPU, where it means little.
 
     It is measured, since a table of GPUs would go stale and a GPU's rate depends on its power limit.
     """
     if device.type != "cuda":
         return None
+    size = 8192
     a = torch.randn(size, size, device=device, dtype=dtype)
     best = math.inf
     for _ in range(8):
