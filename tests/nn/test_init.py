@@ -126,3 +126,15 @@ def test_layers_may_start_as_the_identity() -> None:
             assert torch.equal(layer(x)[0], x) == zero
             dense = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
             assert {module.last for module in dense if not module.weight.any()} == ({True} if zero else set())
+
+
+@torch.no_grad()
+def test_what_a_state_space_says_of_itself() -> None:
+    """How long each channel's modes last, with its own step, and its kernel without the skip."""
+    space = DiagonalStateSpace(3, StateSpaceConfig(modes=4, step_range=(0.01, 0.1)))
+    assert space.log_step is not None
+    rate = space.log_step.double().exp().unsqueeze(1) * space.log_decay.double().exp()
+    assert torch.allclose(space.time_constants(), 1 / rate.flatten())
+    difference = space.taps(9) - space.responses(9)
+    assert torch.allclose(difference[:, 0], space.skip, atol=1e-6)
+    assert not difference[:, 1:].any()
