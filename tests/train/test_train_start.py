@@ -45,6 +45,8 @@ def test_weights_only(corpus: Path, finished: Path, tmp_path: Path) -> None:
     tune(corpus, finished, tmp_path / "more", steps=12)
     assert loss(tmp_path / "more", corpus) < loss(finished, corpus)
     assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
+    with pytest.raises(ValueError, match="has other settings than this run's: leave the model's settings out"):
+        tune(corpus, finished, tmp_path / "no", **{"model.depth": 3})
 
 
 def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: Path) -> None:
