@@ -19,8 +19,10 @@ def taps(config: StateSpaceConfig, length: int, channels: int = 400) -> torch.Te
 
 
 @pytest.mark.parametrize("method", ["zoh", "bilinear"])
-def test_equal_energy_gives_a_kernel_of_energy_one(method: str) -> None:
-    energy = taps(StateSpaceConfig(modes=64, discretization=method), 20_000).square().sum(-1)
+@pytest.mark.parametrize("step_range", [None, (0.03, 0.031)])
+def test_equal_energy_gives_a_kernel_of_energy_one(method: str, step_range: tuple[float, float] | None) -> None:
+    config = StateSpaceConfig(modes=64, discretization=method, step_range=step_range, decay_range=(0.05, 0.5))
+    energy = taps(config, 5000).square().sum(-1)
     # C has two halves of variance 1, and the real part of a mode keeps half of that energy.
     assert energy.mean().item() == pytest.approx(1.0, rel=0.1)
 
@@ -54,6 +56,10 @@ def test_decays() -> None:
     assert space.log_decay[500:].max() <= math.log(0.1) + 1e-5
     assert space.log_decay[:500].max() > math.log(0.2)
     assert space.readout[:, :500].std().item() == pytest.approx(1000**-0.5, rel=0.05)
+    with torch.no_grad():
+        readout, log_a = space.discretized()
+    energy = readout.abs().square().mean(0) / (1 - torch.exp(2 * log_a.real.squeeze(0)))
+    assert energy[500:].sum().item() == pytest.approx(2 * 0.3**2 / 2, rel=0.05)  # half of the modes
 
 
 def test_frequencies() -> None:

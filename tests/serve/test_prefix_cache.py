@@ -37,7 +37,8 @@ def test_the_least_recently_used_goes_first(model: gss.LanguageModel) -> None:
     cache.longest(ids(1, 5))
     cache.put(ids(3), entry(model))
     assert cache.nbytes == 2 * size
-    assert [cache.longest(ids(token))[0] for token in (1, 2, 3)] == [1, 0, 1]
+    cache.put(ids(4), Entry(model.initial_state(1), torch.zeros(1, size)))  # larger than all that may be kept
+    assert [cache.longest(ids(token))[0] for token in (1, 2, 3, 4)] == [1, 0, 1, 0]
     PrefixCache(0).put(ids(1), entry(model))
 
 
