@@ -121,6 +121,8 @@ def test_the_skip_of_a_matrix_state() -> None:
     for changes, expected in (({}, 1.0), ({"matrix_state.skip": 0.0}, 0.0)):
         layer = gss.build_model(small_config("gss2", **changes)).layers[0]
         assert layer.state_space.skip.tolist() == [expected] * 2
+        for drawn in (layer.state_space.log_decay, layer.state_space.log_frequency):
+            assert not torch.equal(*drawn)  # each head has modes of its own
     with pytest.raises(ValueError, match="skip must be a finite number"):
         small_config("gss2", **{"matrix_state.skip": math.inf})
 
