@@ -20,6 +20,7 @@ from gss.io.states import load_state, save_state
 from gss.ops import cpu, fast
 from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
+from tests.serve.serving import lively_model
 
 GREEDY = Sampling(temperature=0)
 
@@ -83,6 +84,16 @@ def test_sampled_rows_draw_from_their_own_seeds() -> None:
     eos = rows[0][3]
     ended = side_by_side(model, prompts, seeds=[5, 6, 7], max_tokens=20, eos_id=eos)
     assert ended[0] == rows[0][: rows[0].index(eos)]
+
+
+def test_rows_that_end_with_their_first_token_leave_the_others_alone() -> None:
+    model = gss.build_model(small_config("gss"))
+    lengths = {0: 1, 1: 6, 2: 1, 3: 6}
+    requests = [decode.Request(prompt=[seed, 2, 3], max_tokens=most, seed=seed) for seed, most in lengths.items()]
+    rows: dict[int, list[int]] = {seed: [] for seed in lengths}
+    for output in decode.stream(model, requests):
+        rows[output.request.seed] += output.tokens
+    assert rows == {s: list(stream(model, [s, 2, 3], max_tokens=most, seed=s)) for s, most in lengths.items()}
 
 
 def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
@@ -207,7 +218,7 @@ def test_text_comes_in_whole_characters() -> None:
 
 def test_texts_side_by_side() -> None:
     """Several prompts and samples, fewer rows than texts, stop strings: every text is what it is alone."""
-    model, tokenizer = gss.build_model(gss.preset("gss-tiny"), seed=0), load_tokenizer("bytes")
+    model, tokenizer = lively_model(), load_tokenizer("bytes")
     prompts, options = ["the ", "", "a cat sat"], {"max_tokens": 12, "stop": ["e", "\n"]}
     texts, ends, counts = {}, {}, {}
     for piece in stream_texts(model, tokenizer, prompts, n=2, rows=4, seed=5, **options):
@@ -218,6 +229,7 @@ def test_texts_side_by_side() -> None:
         if piece.finish:
             ends[key] = piece.finish
     assert len(texts) == len(ends) == 6
+    assert texts[0, 0] != texts[0, 1]  # each continuation has a seed of its own
     for (place, sample), text in texts.items():
         assert text == generate(model, tokenizer, prompts[place], seed=5 + sample, **options)
         assert ends[place, sample] == ("length" if counts[place, sample] == 12 else "stop")

@@ -19,8 +19,10 @@ def taps(config: StateSpaceConfig, length: int, channels: int = 400) -> torch.Te
 
 
 @pytest.mark.parametrize("method", ["zoh", "bilinear"])
-def test_equal_energy_gives_a_kernel_of_energy_one(method: str) -> None:
-    energy = taps(StateSpaceConfig(modes=64, discretization=method), 20_000).square().sum(-1)
+@pytest.mark.parametrize("step_range", [None, (0.03, 0.031)])
+def test_equal_energy_gives_a_kernel_of_energy_one(method: str, step_range: tuple[float, float] | None) -> None:
+    config = StateSpaceConfig(modes=64, discretization=method, step_range=step_range, decay_range=(0.05, 0.5))
+    energy = taps(config, 5000).square().sum(-1)
     # C has two halves of variance 1, and the real part of a mode keeps half of that energy.
     assert energy.mean().item() == pytest.approx(1.0, rel=0.1)
 
@@ -54,6 +56,10 @@ def test_decays() -> None:
     assert space.log_decay[500:].max() <= math.log(0.1) + 1e-5
     assert space.log_decay[:500].max() > math.log(0.2)
     assert space.readout[:, :500].std().item() == pytest.approx(1000**-0.5, rel=0.05)
+    with torch.no_grad():
+        readout, log_a = space.discretized()
+    energy = readout.abs().square().mean(0) / (1 - torch.exp(2 * log_a.real.squeeze(0)))
+    assert energy[500:].sum().item() == pytest.approx(2 * 0.3**2 / 2, rel=0.05)  # half of the modes
 
 
 def test_frequencies() -> None:
@@ -115,6 +121,8 @@ def test_the_skip_of_a_matrix_state() -> None:
     for changes, expected in (({}, 1.0), ({"matrix_state.skip": 0.0}, 0.0)):
         layer = gss.build_model(small_config("gss2", **changes)).layers[0]
         assert layer.state_space.skip.tolist() == [expected] * 2
+        for drawn in (layer.state_space.log_decay, layer.state_space.log_frequency):
+            assert not torch.equal(*drawn)  # each head has modes of its own
     with pytest.raises(ValueError, match="skip must be a finite number"):
         small_config("gss2", **{"matrix_state.skip": math.inf})
 
@@ -126,3 +134,15 @@ def test_layers_may_start_as_the_identity() -> None:
             assert torch.equal(layer(x)[0], x) == zero
             dense = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
             assert {module.last for module in dense if not module.weight.any()} == ({True} if zero else set())
+
+
+@torch.no_grad()
+def test_what_a_state_space_says_of_itself() -> None:
+    """How long each channel's modes last, with its own step, and its kernel without the skip."""
+    space = DiagonalStateSpace(3, StateSpaceConfig(modes=4, step_range=(0.01, 0.1)))
+    assert space.log_step is not None
+    rate = space.log_step.double().exp().unsqueeze(1) * space.log_decay.double().exp()
+    assert torch.allclose(space.time_constants(), 1 / rate.flatten())
+    difference = space.taps(9) - space.responses(9)
+    assert torch.allclose(difference[:, 0], space.skip, atol=1e-6)
+    assert not difference[:, 1:].any()

@@ -1,10 +1,13 @@
-"""The matrix state: chunks against the recurrence as it is defined, values and gradients, at odd lengths."""
+"""The matrix state: chunks against the recurrence as it is defined, values and gradients, at odd lengths; its layer."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from gss.nn.gss2 import GSS2Layer
 from gss.ops.matrix_state import reference, scan
 from tests.comparing import relative_error
+from tests.conftest import small_config
 
 
 def inputs(length: int, batch: int = 2, heads: int = 3, modes: int = 4, values: int = 5) -> list[torch.Tensor]:
@@ -67,3 +70,33 @@ def test_single_tokens_do_not_drift() -> None:
     assert state.dtype == torch.float32
     assert relative_error(torch.cat(parts, dim=1).double(), expected) < 3e-6
     assert relative_error(state.double(), after) < 3e-6
+
+
+@torch.no_grad()
+def test_a_layer_is_its_definition() -> None:
+    """x + (norm(y) ∗ swish(norm(x)·W_z))·W_o and a feed-forward, with y by the recurrence."""
+    layer, length, heads = GSS2Layer(small_config("gss2")).double(), 9, 2
+    for parameter in layer.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    space = layer.state_space
+    space.log_decay[0, 0] = 1.0  # no mode decays faster than e^−1 per token
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    x = torch.randn(2, length, 16, dtype=torch.float64)
+    normed = layer.norm(x)
+    projected = torch.cat([layer.query(normed), layer.key(normed), layer.value(normed)], dim=-1)
+    padded = F.pad(projected, (0, 0, 2, 0))
+    mixed = F.silu(sum(padded[:, 2 - k : 2 - k + length] * tap for k, tap in enumerate(layer.short.taps)))
+    keys = heads * 2 * space.modes
+    q, k, v = (part.unflatten(-1, (heads, -1)) for part in mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1))
+    decay = space.log_decay.exp().clamp(max=1)
+    energy = (1 - torch.exp(-2 * decay)).sqrt().repeat(1, 2)
+    rate = torch.stack([-decay, space.log_frequency.exp()])
+    y, state = reference(unit(q) / (2 * space.modes) ** 0.5, unit(k) * energy, v, rate)
+    y = unit(y + space.skip[:, None] * v).flatten(2) * layer.output_scale
+    expected = layer.feedforward(x + layer.output(y * F.silu(layer.gate(normed))))
+    found, after = layer.eval()(x)
+    assert relative_error(found, expected) < 1e-12
+    assert relative_error(after["modes"], state) < 1e-12

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import gss
+from gss.decode import Engine, Request
 from gss.decode.prefill import Entry, PrefixCache
 from gss.serve.engine import EngineThread
 from tests.comparing import stream
@@ -37,7 +38,8 @@ def test_the_least_recently_used_goes_first(model: gss.LanguageModel) -> None:
     cache.longest(ids(1, 5))
     cache.put(ids(3), entry(model))
     assert cache.nbytes == 2 * size
-    assert [cache.longest(ids(token))[0] for token in (1, 2, 3)] == [1, 0, 1]
+    cache.put(ids(4), Entry(model.initial_state(1), torch.zeros(1, size)))  # larger than all that may be kept
+    assert [cache.longest(ids(token))[0] for token in (1, 2, 3, 4)] == [1, 0, 1, 0]
     PrefixCache(0).put(ids(1), entry(model))
 
 
@@ -78,14 +80,37 @@ def test_prompts_that_come_together_share_too(model: gss.LanguageModel) -> None:
 
 
 def test_sharing_survives_the_leaders_end(model: gss.LanguageModel) -> None:
-    shared = [i % 241 for i in range(20_000)]
-    with engine_of(model, piece=256) as engine:
-        leader = Asked(shared, 8)
-        follower = Asked([*shared, 1], 8, ignore_eos=True)
-        engine.submit([leader.job])
-        engine.submit([follower.job])
-        engine.cancel([leader.job])
-        check(model, [follower.wait()])
+    shared = [i % 241 for i in range(200)]
+    leader, follower = (Request(prompt=prompt, max_tokens=8, sampling=GREEDY) for prompt in (shared, [*shared, 1]))
+    engine = Engine(model, piece=16, cache_bytes=1 << 20)
+    for request in (leader, follower):
+        engine.submit(request)
+        engine.admit()
+        engine.prefill()
+    engine.cancel(lambda request: request is leader)
+    tokens: list[int] = []
+    for _ in range(100):
+        if engine.admit() or engine.running:
+            outputs = engine.prefill() if len(engine.prompts) else engine.step()
+            tokens += [token for output in outputs for token in output.tokens]
+    assert tokens == list(stream(model, follower.prompt, max_tokens=8, sampling=GREEDY))
+
+
+def test_scores_and_states_are_not_the_caches(model: gss.LanguageModel) -> None:
+    """A prompt that is scored is read whole; after a state, the same tokens lead elsewhere."""
+    prompt = [5, 6, 7]
+    _, state = model(torch.arange(40).unsqueeze(0))
+    engine = Engine(model, piece=2, cache_bytes=1 << 20)
+    alone = [list(stream(model, prompt, max_tokens=8, sampling=GREEDY, state=each)) for each in (None, state)]
+    assert alone[0] != alone[1]
+    for which in (1, 0, 1, 0):
+        asked = {"prompt": prompt, "max_tokens": 8, "sampling": GREEDY, "state": (None, state)[which]}
+        engine.submit(Request(**asked))
+        assert [token for output in engine.run() for token in output.tokens] == alone[which]
+        engine.submit(Request(**asked, logprobs=1, score_prompt=True))
+        scores, *rest = engine.run()
+        assert len(scores.prompt_scores or ()) == len(prompt)
+        assert [token for output in rest for token in output.tokens] == alone[which]
 
 
 def test_without_a_cache(model: gss.LanguageModel) -> None:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from train_runs import small_config
+from train_runs import run, small_config
 
+import gss
 from gss.accounting import flops_per_token
 from gss.config import override
 from gss.data import open_dataset
@@ -45,6 +46,19 @@ def test_speed_is_the_steps_own(corpus: Path, tmp_path: Path, monkeypatch: pytes
     assert all(row["tokens_per_second"] == pytest.approx(config.batch_tokens) for row in rows)
     flops = 3 * flops_per_token(config.model, config.length)  # a backward pass costs two forward passes
     assert all(row["mfu"] == pytest.approx(config.batch_tokens * flops / 1e9) for row in rows)
+
+
+def test_looks_on_the_way_change_nothing(corpus: Path, tmp_path: Path) -> None:
+    """Dropout goes on after an evaluation and a sample, and is in neither."""
+    settings = {"steps": 6, "model__dropout": 0.3, "seed": 2}
+    plain = run(small_config("gss2", **settings), corpus, tmp_path / "plain")
+    settings |= {"report__evaluate_every": 2, "report__evaluate_lengths": [16, 10**6], "report__sample_every": 2}
+    assert run(small_config("gss2", **settings, report__sample_tokens=9), corpus, tmp_path / "run") == plain
+    text = gss.load(tmp_path / "run").generate(max_tokens=9, temperature=0.8, seed=2)
+    assert (tmp_path / "run" / "samples" / "step-00000006.txt").read_text() == text + "\n"
+    looks = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "evaluation"]
+    longest = int(open_dataset(corpus, "valid").lengths.max())
+    assert [(row["step"], row["length"]) for row in looks] == [(s, n) for s in (2, 4, 6) for n in (16, longest)]
 
 
 def test_a_run_in_three_figures() -> None:

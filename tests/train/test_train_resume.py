@@ -113,6 +113,8 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, resumed: Path) 
     after = run(longer, corpus, resumed, allow=["optimizer.learning_rate", "steps"])
     assert after[:12] == before
     assert len(after) == 16
+    with pytest.raises(ValueError, match="already has 16 steps, more than steps=12"):
+        run(small_config(optimizer__learning_rate=0.02), corpus, resumed, allow=["steps"])
     with pytest.raises(ValueError, match="--allow stepz: there is no such setting"):
         run(longer, corpus, resumed, allow=["stepz"])
     with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*choose another --out$"):
@@ -128,6 +130,8 @@ def test_another_optimizer_starts_afresh(corpus: Path, tmp_path: Path) -> None:
     run(small_config(steps=2), corpus, tmp_path / "run")
     other = small_config(steps=4, optimizer__name="muon")
     assert len(run(other, corpus, tmp_path / "run", allow=["steps", "optimizer.name"])) == 4
+    saved = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000004").trainer["optimizer"]
+    assert {state["step"] for state in saved.values()} == {2}
 
 
 @pytest.mark.parametrize("trainer", ["{}", '{"config": [], "data": {}, "optimizer": {}}', '{"imported": true}'])
@@ -185,17 +189,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     original = Stepper.step
 
     def poisoned(stepper: Stepper, batch: Any, number: int) -> Any:
-        if number == 9:
+        if number == 9 and log_every == 1:
             with torch.no_grad():
                 stepper.model.embedding.weight[0, 0] = float("nan")
+        elif number == 9:
+            stepper.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
         return original(stepper, batch, number)
 
-    for log_every in (1, 100):
+    for log_every, what in ((1, "nan and .* norm nan"), (100, r"[\d.]+ and .* norm (inf|nan)")):
         out = tmp_path / f"run{log_every}"
         config = small_config(report__log_every=log_every)
         with monkeypatch.context() as patch:
             patch.setattr(Stepper, "step", poisoned)
-            with pytest.raises(ValueError, match=r"loss at step 10 is nan.*resumes from step 8.*learning_rate"):
+            with pytest.raises(ValueError, match=rf"loss at step 10 is {what}.*resumes from step 8.*learning_rate"):
                 run(config, corpus, out)
         assert checkpoint.newest_good(out / "checkpoints")[0] == out / "checkpoints" / "step-00000008"
         assert losses(out) == straight[:9]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import gss
 from gss import box, pieces
 from gss.cli import app
-from gss.config import parse_assignments
+from gss.config import override, parse_assignments
 from gss.data import load_tokenizer, open_dataset, prepare, read_manifest
 from gss.nn.lora import add_lora, merged
 from gss.training.config import OptimizerConfig, TrainConfig
@@ -50,6 +50,10 @@ def test_weights_only(corpus: Path, finished: Path, tmp_path: Path) -> None:
     tune(corpus, finished, tmp_path / "more", steps=12)
     assert loss(tmp_path / "more", corpus) < loss(finished, corpus)
     assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
+    with pytest.raises(ValueError, match="has other settings than this run's: leave the model's settings out"):
+        tune(corpus, finished, tmp_path / "no", **{"model.depth": 3})
+    with pytest.raises(ValueError, match="the data's vocabulary has 257 ids, the model's 100"):
+        gss.train(override(small_config(), {"model.vocab_size": 100}), corpus, tmp_path / "no", quiet=True)
 
 
 def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: Path) -> None:
