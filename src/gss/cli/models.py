@@ -135,13 +135,15 @@ def params_command(
         print(json.dumps(facts, indent=2))
         return
     state_space = sum(part.state_space for part in accounts.parts)
-    rows = [[p.name, str(p.count), _millions(p.parameters), _millions(p.state_space)] for p in accounts.parts]
-    rows.append(["all", "", _millions(accounts.parameters), _millions(state_space)])
+    rows = [[p.name, str(p.count), f"{p.parameters:,}", f"{p.state_space:,}"] for p in accounts.parts]
+    rows.append(["all", "", f"{accounts.parameters:,}", f"{state_space:,}"])
     console = Console()
     console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training costs three times it.")
+    console.print(
+        f"Forward pass at length {length:,}: {total} FLOP per token ({spent}); training costs three times it."
+    )
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 
