@@ -47,7 +47,7 @@ def stream_texts(
     prompts: Sequence[str],
     *,
     max_tokens: int = 200,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
     speculate: bool | None = None,
@@ -60,6 +60,7 @@ def stream_texts(
     The model reads the end-of-document id first, as it does at a document's start in training; not after a `state`
     that has read something, its own first state included.
     """
+    stop = [stop] if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
     if max_tokens < 1:

@@ -13,6 +13,7 @@ from gss import box
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
+from gss.io.devices import pick_device
 from gss.io.files import read_json, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
@@ -91,7 +92,7 @@ class LM:
         *,
         max_tokens: int = 200,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         state: ModelState | None = None,
         precision: str = "auto",
         speculate: bool | None = None,
@@ -105,7 +106,7 @@ class LM:
                               least this fraction as likely as the likeliest
         repetition_penalty    over 1: tokens that have occurred become less likely; see `gss.sampling` for all options
         seed                  the same seed gives the same text
-        stop                  strings to end before
+        stop                  a string to end before, or several
         state                 the result of `read`, which the prompt (then not empty) continues
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that has it
         speculate             speculate by lookup; the text stays the same. By default on a CPU, where it is faster
@@ -170,7 +171,7 @@ def load(
     """The model of a run folder, in evaluation mode: its newest good checkpoint, or that of a given step.
 
     Without a run, or with "box", this is the bundled model. It also reads a folder that `gss export` wrote. With a
-    `state`, or the file of one, every text starts from that state.
+    `state`, or the file of one, every text starts from that state. The device "auto" is a GPU where there is one.
     `weights` (bf16, int8 or int4) packs the matrices, which makes decoding faster and the model smaller; `gss quantize`
     does the same permanently. A model with packed weights cannot be trained; `weights="fp32"` unpacks them.
 
@@ -182,9 +183,10 @@ def load(
     """
     folder = run_folder(run)
     config = read_config(folder)
+    device = pick_device("auto") if device == "auto" else torch.device(device)
     with ThreadPoolExecutor(1) as beside:
-        beside.submit(fast.prepare, torch.device(device))  # hashing the weights leaves a core free for it
-        model, step = load_model(folder, config, step, mapped=torch.device(device).type != "cpu")
+        beside.submit(fast.prepare, device)  # hashing the weights leaves a core free for it
+        model, step = load_model(folder, config, step, mapped=device.type != "cpu")
     if weights == "fp32" and is_quantized(model):
         packed, model = model, build_model(model.config).eval()
         model.load_state_dict(unpacked_state(packed))
@@ -192,7 +194,7 @@ def load(
         quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
-    if torch.device(device).type == "cpu":
+    if device.type == "cpu":
         use_large_pages(model)
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 
