@@ -260,9 +260,9 @@ class _Run:
         parameters = list(self.stepper.model.parameters())
         total = sum(parameter.numel() for parameter in parameters)
         learned = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        share = f", of which {learned:,} are learned," if learned < total else ""
         self.progress.note(
-            f"{config.preset}: {total:,} parameters"
-            f"{f', of which {learned:,} are learned,' if learned < total else ''} on {world.size} × {world.device.type}; "
+            f"{config.preset}: {total:,} parameters{share} on {world.size} × {world.device.type}; "
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps per "
             f"epoch; run folder {self.folder.path}"
         )
