@@ -48,7 +48,7 @@ def print_table(
     Numbers are never cut: a table is wider than the terminal where it must be.
     """
     drawn = Table(title=escape(title) if title else None, caption=escape(caption))
-    cells, least = [list(map(escape, row)) for row in rows], 1
+    cells, least = [list(map(escape, row)) for row in rows], 4  # the border, and room for Rich to round
     for place, name in enumerate(header):
         longest = 24 if name in words else max((len(row[place]) for row in cells), default=0)
         width = max(longest, *(min(len(word), 12) for word in name.split()))  # a header may be folded
