@@ -83,6 +83,7 @@ def test_states_and_stop_strings_are_what_one_prompt_gives() -> None:
     assert lm.generate(" def", state=lm.read("c", lm.read("ab")), max_tokens=40, temperature=0) == whole
     mark = whole[7:9]
     assert lm.generate("abc def", max_tokens=40, temperature=0, stop=[mark]) == whole[: whole.index(mark)]
+    assert lm.generate("abc def", max_tokens=40, temperature=0, stop=mark) == whole[: whole.index(mark)]
     model, tokenizer, step, preset = lm
     assert (model, tokenizer, step, preset) == (lm.model, lm.tokenizer, 12, "gss-hybrid-tiny")
     assert lm.score("").log_probability == 0

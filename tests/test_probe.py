@@ -1,6 +1,7 @@
 """How much of its context a model uses: arithmetic on integers, a model whose memory is known, solvable tasks."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,7 +325,8 @@ def test_accuracy_counts_the_targets() -> None:
     assert found.solved == (shares == 1).mean()
 
 
-def test_commands_and_report(tmp_path: Path) -> None:
+def test_commands_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     data = make_corpus(tmp_path, (f"document {number} says very little. " * 20 for number in range(8)), valid=0.4)
     make_run("gss-tiny", data, tmp_path / "run", steps=2, length=32)
     options = ("--data", data, "--targets", 32, "--shortest", 4, "--longest", 64, "--device", "cpu")
@@ -335,6 +337,10 @@ def test_commands_and_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "probe.json").read_text()) == printed[0]
     assert [row["context"] for row in printed[0]["replaced"]] == [4, 8, 16, 32, 64]
     assert printed[0]["step"] == 2
+    several = call("probe", *[tmp_path / "run"] * 2, shutil.copytree(tmp_path / "run", tmp_path / "again"), *options)
+    assert "…" not in several  # a table each, whatever the number of runs
+    for row in printed[0]["replaced"]:
+        assert several.count(f"{row['loss']:.4f}") >= 2
     page = write_report([tmp_path / "run"], tmp_path / "page.html", max_tokens=0).read_text(encoding="utf-8")
     assert "How far back it looks" in page
 

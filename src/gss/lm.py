@@ -13,6 +13,7 @@ from gss import box
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
+from gss.io.devices import pick_device
 from gss.io.files import read_json, write_json, written_folder
 from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
@@ -170,7 +171,8 @@ def load(
     """Load a trained model, in evaluation mode: a run's newest good checkpoint, or that of a given step.
 
     `run` is a run folder, or a folder written by `gss export`; without it, or with "box", you get the bundled model.
-    With a `state`, or the path of one, every text starts from that state. `weights` (bf16, int8 or int4) quantizes the
+    With a `state`, or the path of one, every text starts from that state. The device "auto" is a
+    GPU if there is one. `weights` (bf16, int8 or int4) quantizes the
     matrices, which makes the model smaller and faster to decode on a CPU; `gss quantize` does so permanently. A
     quantized model cannot be trained; `weights="fp32"` unpacks it.
 
@@ -182,9 +184,10 @@ def load(
     """
     folder = run_folder(run)
     config = read_config(folder)
+    device = pick_device("auto") if device == "auto" else torch.device(device)
     with ThreadPoolExecutor(1) as beside:
-        beside.submit(fast.prepare, torch.device(device))  # hashing the weights leaves a core free for it
-        model, step = load_model(folder, config, step, mapped=torch.device(device).type != "cpu")
+        beside.submit(fast.prepare, device)  # hashing the weights leaves a core free for it
+        model, step = load_model(folder, config, step, mapped=device.type != "cpu")
     if weights == "fp32" and is_quantized(model):
         packed, model = model, build_model(model.config).eval()
         model.start_from(first_state(packed))
@@ -193,7 +196,7 @@ def load(
         quantize(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
-    if torch.device(device).type == "cpu":
+    if device.type == "cpu":
         use_large_pages(model)
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
 

@@ -194,7 +194,7 @@ def test_the_papers_scale_prints_commands(corpus: Corpus, tmp_path: Path) -> Non
     base = ("reproduce", "table1", "--data", corpus.folder, "--out", tmp_path, "--scale", "paper", "--device", "cpu")
     printed = call(*base)
     assert printed.count("torchrun --standalone --nproc-per-node=8 -m gss train --config") == 3
-    assert "pg19.toml --preset dss --data" in printed
+    assert "--config pg19 --preset dss --data" in printed
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,18 @@ def test_the_recipe_is_chosen(corpus: Path, tmp_path: Path, settings: dict[str, 
     assert config.steps <= 600
 
 
+def test_the_library_says_which_recipe_it_chose(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"model": {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}, "length": 64, "batch_tokens": 64}
+    gss.train("gss-tiny", corpus, tmp_path / "run", steps=1, **small)
+    assert capsys.readouterr().out.startswith("with the recipe quickstart, for 0.0M parameters")
+    gss.train("gss-tiny", corpus, tmp_path / "run", quiet=True)
+    assert capsys.readouterr().out == ""
+    lm = gss.load(tmp_path / "run", device="auto")
+    assert lm.model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_settings_are_those_of_the_chosen_recipe(corpus: Path, tmp_path: Path) -> None:
     """Not of the paper's, with its rows of 4,096 tokens, before a recipe is chosen."""
     config, _ = plan(corpus, tmp_path / "out", "gss-hybrid-tiny", None, {"batch_tokens": 1024})

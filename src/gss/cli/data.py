@@ -1,16 +1,14 @@
 """Commands on corpora: prepare, merge, data, tokenizer."""
 
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from gss import box
-from gss.cli.shared import Force, share_bar, table
+from gss.cli.shared import Force, print_table, share_bar
 
 if TYPE_CHECKING:
     from gss.data import Manifest, SourceOptions
@@ -182,8 +180,7 @@ def _print_facts(manifest: "Manifest") -> None:
     rows = [[name, *(f"{facts[key]:{form}}" for key, form in forms.items())] for name, facts in manifest.splits.items()]
     header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
     caption = "tokens include end-of-document tokens; entropy: unigram nats per token"
-    # A table that is piped keeps its columns instead of wrapping at a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 140).print(table(None, header, rows, caption))
+    print_table(None, header, rows, caption)
     facts, losses = manifest.tokenizer, ", ".join(manifest.tokenizer["losses"])
     kept = f"LOSSY: it changes or drops {losses}, so decoded text may differ from the original"
     kept = kept if losses else "lossless: decoding gives back any text exactly"

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 import gss
 from gss.box import NAME
-from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, share_bar, table, whole_numbers
+from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, print_table, share_bar, whole_numbers
 from gss.config import override, parse_assignments, to_mapping
 from gss.io.files import finite, write_json
 from gss.paper import PERPLEXITY
@@ -97,7 +97,7 @@ def evaluate_command(
     title = f"{name} on {split}, step {lm.step:,}: {result.tokens:,} tokens of {documents}"
     header = ["length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {corpus}" for corpus in paper)]
     caption = "±: standard error of the loss over documents; per word: perplexity per word."
-    Console().print(table(title, header, cells, caption))
+    print_table(title, header, cells, caption)
 
 
 def figures(row: "LengthResult") -> list[str]:
@@ -166,20 +166,21 @@ def context(
     positions = {name: {row.start: f"{row.loss:.4f}" for row in result.by_position} for name, result in results.items()}
     title = "Loss by position, with the state carried (nats per token)"
     rows = [[f"{start:,} – {max(1, 2 * start) - 1:,}", *cells] for start, cells in _cells(positions)]
-    console.print(table(title, ["positions", *positions], rows))
-    columns: dict[str, dict[int, str]] = {}
-    for name, result in results.items():
-        columns[name] = {row.context: f"{row.loss:.4f}" for row in result.fresh}
-        columns[f"{name} replaced"] = {row.context: f"{row.loss:.4f}" for row in result.replaced}
-        columns[f"{name} ±"] = {row.context: _number(row.excess_error, ".4f") for row in result.replaced}
+    print_table(title, ["positions", *positions], rows)
     read = f"{first.documents:,} document{'s' * (first.documents > 1)}"
-    title = f"Loss on the same {first.tokens:,} tokens of {read}, by the number of true tokens before them"
     caption = (
         "Read from a fresh start, or after another document's tokens up to the longest context (replaced). ±: "
         "standard error, over documents, of the difference between replaced and its last row."
     )
-    rows = [[f"{tokens:,}", *cells] for tokens, cells in _cells(columns)]
-    console.print(table(title, ["true tokens", *columns], rows, caption))
+    for name, result in results.items():
+        columns = {
+            "fresh": {row.context: f"{row.loss:.4f}" for row in result.fresh},
+            "replaced": {row.context: f"{row.loss:.4f}" for row in result.replaced},
+            "±": {row.context: _number(row.excess_error, ".4f") for row in result.replaced},
+        }
+        title = f"{name}: loss of the same {first.tokens:,} tokens of {read} by the true tokens before them"
+        rows = [[f"{tokens:,}", *cells] for tokens, cells in _cells(columns)]
+        print_table(title, ["true tokens", *columns], rows, caption if result is [*results.values()][-1] else "")
     for name, result in results.items():
         before, after = result.replaced[0], result.replaced[-1]
         gain = f"going from {before.context:,} to {after.context:,} true tokens gains {before.excess:.4f} ± "
@@ -241,7 +242,7 @@ def tasks(
         [f"{a.length:,}", f"{a.sequences}", f"{a.accuracy:.1%}", _number(a.standard_error, ".1%"), f"{a.solved:.1%}"]
         for a in result.accuracy
     ]
-    Console().print(table(about, ["length", "sequences", "accuracy", "±", "all correct"], rows_shown))
+    print_table(about, ["length", "sequences", "accuracy", "±", "all correct"], rows_shown)
 
 
 def _stages(text: str) -> list["Stage"]:

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 import gss
 from gss.choices import choices_of, nearest
-from gss.cli.shared import AsJson, Step, table
+from gss.cli.shared import AsJson, Step, print_table
 from gss.config import parse_assignments, to_mapping
 from gss.presets import PRESETS
 from gss.recipes import recipe_names
@@ -108,7 +108,7 @@ def presets_command() -> None:
     for name, each in PRESETS.items():
         stated = f"{each.paper_parameters}M" if each.paper_parameters else ""
         rows.append([name, _millions(account(each.config).parameters), stated, each.about])
-    Console().print(table("Presets", ["name", "parameters", "paper", "what it is"], rows, words=["what it is"]))
+    print_table("Presets", ["name", "parameters", "paper", "what it is"], rows, words=["what it is"])
 
 
 def params_command(
@@ -135,13 +135,13 @@ def params_command(
         print(json.dumps(facts, indent=2))
         return
     state_space = sum(part.state_space for part in accounts.parts)
-    rows = [[p.name, str(p.count), _millions(p.parameters), _millions(p.state_space)] for p in accounts.parts]
-    rows.append(["all", "", _millions(accounts.parameters), _millions(state_space)])
+    rows = [[p.name, str(p.count), f"{p.parameters:,}", f"{p.state_space:,}"] for p in accounts.parts]
+    rows.append(["all", "", f"{accounts.parameters:,}", f"{state_space:,}"])
     console = Console()
-    console.print(table(preset, ["part", "count", "parameters", "of which state space"], rows))
+    print_table(preset, ["part", "count", "parameters", "of which state space"], rows)
     spent = ", ".join(f"{name} {_millions(flops)}" for name, flops in accounts.flops.items() if flops)
     total = _millions(sum(accounts.flops.values()))
-    console.print(f"Forward pass at length {length:,}: {total}FLOP per token ({spent}); training: three times that.")
+    console.print(f"Forward pass at length {length:,}: {total} FLOP per token ({spent}); training: three times that.")
     console.print(f"State of one sequence after {length:,} tokens: {accounts.state_bytes / 2**20:,.2f} MiB.")
 
 

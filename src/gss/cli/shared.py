@@ -36,21 +36,28 @@ def whole_numbers(text: str, what: str = "lengths", example: str = "512,4096") -
     return [int(part) for part in parts]
 
 
-def table(
+def print_table(
     title: str | None,
     header: Sequence[str],
     rows: Iterable[Sequence[str]],
     caption: str = "",
     words: Sequence[str] = (),
-) -> Table:
-    """Rows of text under a header; columns hold numbers, except the first and those that are named as `words`."""
+) -> None:
+    """Print rows of text under a header; columns hold numbers, except the first and those that are named as `words`.
+
+    Numbers are never cut: a table is wider than the terminal where it must be.
+    """
     drawn = Table(title=escape(title) if title else None, caption=escape(caption))
+    cells, least = [list(map(escape, row)) for row in rows], 4  # the border, and room for Rich to round
     for place, name in enumerate(header):
-        is_text = place == 0 or name in words
-        drawn.add_column(escape(name), justify="left" if is_text else "right", no_wrap=place == 0)
-    for row in rows:
-        drawn.add_row(*map(escape, row))
-    return drawn
+        longest = 24 if name in words else max((len(row[place]) for row in cells), default=0)
+        width = max(longest, *(min(len(word), 12) for word in name.split()))  # a header may be folded
+        side = "left" if place == 0 or name in words else "right"
+        drawn.add_column(escape(name), justify=side, min_width=width, overflow="fold")  # type: ignore[arg-type]
+        least += width + 3
+    for row in cells:
+        drawn.add_row(*row)
+    Console(width=max(Console().width, least)).print(drawn)
 
 
 @contextmanager

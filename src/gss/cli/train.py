@@ -13,7 +13,7 @@ from typer import Option
 import gss
 from gss.cli.evaluate import figures
 from gss.cli.models import Set, complete_name, complete_preset, complete_recipe
-from gss.cli.shared import table
+from gss.cli.shared import print_table
 from gss.config import parse_assignments
 
 _RECIPES = "A recipe (tiny, small, pg19, …) or a TOML file. Default: one that suits the model and the machine."
@@ -100,7 +100,7 @@ def quickstart_command(
     title = f"Held-out Python code: {len(held_out.tokens):,} tokens of {len(held_out)} documents"
     header = ["perplexity at", *(f"{length:,}" for length in lengths), "± loss", "per word", "bits/byte"]
     caption = "±: standard error of the loss over documents. The last three columns are for the longest length."
-    Console(width=max(console.width, 110), highlight=False).print(table(title, header, rows, caption))
+    print_table(title, header, rows, caption)
     for name, loss in losses.items():
         console.print(f"{name}: {loss:.3f} nats per byte")
     show(f"gss generate {folders[PRESETS[0]]} --prompt '{PROMPT}' --temperature 0.7")

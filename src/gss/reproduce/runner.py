@@ -25,7 +25,6 @@ from gss.io.files import finite, read_json, write_file, write_json
 from gss.io.runs import read_metrics, training_summary
 from gss.lm import load
 from gss.paper import LENGTHS
-from gss.recipes import recipe_path
 from gss.reproduce.settings import Target, recipe_name
 from gss.reproduce.tables import WHOLE, report_text
 from gss.reproduce.trials import HELD_OUT, Trial
@@ -186,10 +185,10 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
 
 def _command(trial: Trial, folder: Path) -> str:
     """The command that trains a trial on eight GPUs; any number that divides the rows of a batch works."""
-    recipe = recipe_path(recipe_name(trial.system, trial.scale, trial.corpus.paper))
+    recipe = recipe_name(trial.system, trial.scale, trial.corpus.paper)
     changes = dict(trial.system.settings) | {"seed": trial.config.seed, "steps": trial.config.steps}
     changes |= trial.scale.settings
-    words = ["torchrun", "--standalone", "--nproc-per-node=8", "-m", "gss", "train", "--config", str(recipe)]
+    words = ["torchrun", "--standalone", "--nproc-per-node=8", "-m", "gss", "train", "--config", recipe]
     words += ["--preset", trial.config.preset, "--data", str(trial.corpus.folder), "--out", str(folder)]
     assignments = [f"{key}={str(value).lower()}" for key, value in changes.items()] + list(trial.changed)
     return shlex.join([*words, *(word for change in assignments for word in ("--set", change))])

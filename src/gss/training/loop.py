@@ -79,12 +79,15 @@ def train(
     >>> result.step, gss.load(folder).step
     (2, 2)
     """
+    chosen = ""
     if not isinstance(config, TrainConfig):
-        config, _ = start.plan(data, out, config, recipe, settings)
+        config, chosen = start.plan(data, out, config, recipe, settings)
     elif recipe is not None or settings:
         raise ValueError("a configuration cannot be combined with a recipe or settings: give a preset's name")
     start.refuse_unknown(allow, config)
     with joined(config.device) as world:
+        if chosen and world.leads and not quiet:
+            print(chosen, flush=True)
         # One process reads all of the data against its hashes; the others wait for its word, then trust it.
         dataset = _on_leader(world, lambda: open_dataset(data, "train"))
         dataset = dataset or open_dataset(data, "train", verify=False)
@@ -255,10 +258,11 @@ class _Run:
         self.folder.describe(config, self.dataset, world.size, world.device)
         self.folder.cut_metrics(self.step)
         parameters = list(self.stepper.model.parameters())
+        total = sum(parameter.numel() for parameter in parameters)
         learned = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        share = f", of which {learned:,} are trained," if learned < total else ""
         self.progress.note(
-            f"{config.preset}: {sum(parameter.numel() for parameter in parameters):,} parameters"
-            f"{f', of which {learned:,} are trained,' if config.start else ''} on {world.size} × {world.device.type}; "
+            f"{config.preset}: {total:,} parameters{share} on {world.size} × {world.device.type}; "
             f"{len(self.dataset.tokens):,} tokens of {self.dataset.folder}, {self.batches.steps_per_epoch:,} steps per "
             f"epoch; run folder {self.folder.path}"
         )
