@@ -171,10 +171,9 @@ def load(
     """Load a trained model, in evaluation mode: a run's newest good checkpoint, or that of a given step.
 
     `run` is a run folder, or a folder written by `gss export`; without it, or with "box", you get the bundled model.
-    With a `state`, or the path of one, every text starts from that state. The device "auto" is a
-    GPU if there is one. `weights` (bf16, int8 or int4) quantizes the
-    matrices, which makes the model smaller and faster to decode on a CPU; `gss quantize` does so permanently. A
-    quantized model cannot be trained; `weights="fp32"` unpacks it.
+    With a `state`, or the path of one, every text starts from that state. The device "auto" is a GPU if there is one.
+    `weights` (bf16, int8 or int4) quantizes the matrices, which makes the model smaller and faster to decode on a CPU;
+    `gss quantize` does so permanently. A quantized model cannot be trained; `weights="fp32"` unpacks it.
 
     >>> lm = gss.load(run)
     >>> lm.step

@@ -50,7 +50,7 @@ def test_weights_only(corpus: Path, finished: Path, tmp_path: Path) -> None:
     tune(corpus, finished, tmp_path / "more", steps=12)
     assert loss(tmp_path / "more", corpus) < loss(finished, corpus)
     assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
-    with pytest.raises(ValueError, match="has other settings than this run's: leave the model's settings out"):
+    with pytest.raises(ValueError, match="has different settings from this run: leave out the model's settings"):
         tune(corpus, finished, tmp_path / "no", **{"model.depth": 3})
     with pytest.raises(ValueError, match="the data's vocabulary has 257 ids, the model's 100"):
         gss.train(override(small_config(), {"model.vocab_size": 100}), corpus, tmp_path / "no", quiet=True)
@@ -113,7 +113,7 @@ def test_a_product_of_another_size_is_not_made() -> None:
     """It would have 4 TB."""
     place = "layer.parametrizations.weight."
     parts = {"original": (2, 2), "0.up": (10**6, 1), "0.down": (1, 10**6)}
-    with pytest.raises(ValueError, match="on top of layer has another size"):
+    with pytest.raises(ValueError, match="the LoRA update of layer has the wrong size"):
         merged({place + name: torch.zeros(shape) for name, shape in parts.items()})
 
 
@@ -269,7 +269,7 @@ def test_the_commands(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert scores[0] != scores[1]
     sets = [f"--set={each}" for each in assignments(steps=2) if not each.startswith("model.")]
     said = call("train", "--from", finished, "--lora", 2, "--data", corpus, "--out", tmp_path / "lora", *sets)
-    assert "with the recipe lora, for LoRA of rank 2" in said
+    assert "using the recipe lora, for LoRA of rank 2" in said
     assert "of which" in said
     again = call("train", "--data", corpus, "--out", tmp_path / "lora", "--set", "steps=3", "--allow", "steps")
     assert "using the settings of the run" in again
@@ -299,7 +299,7 @@ def test_the_library_says_which_recipe_it_chose(
 ) -> None:
     small = {"model": {"width": 16, "depth": 1, "gate_width": 32, "channels": 4}, "length": 64, "batch_tokens": 64}
     gss.train("gss-tiny", corpus, tmp_path / "run", steps=1, **small)
-    assert capsys.readouterr().out.startswith("with the recipe quickstart, for 0.0M parameters")
+    assert capsys.readouterr().out.startswith("using the recipe quickstart, for 0.0M parameters")
     gss.train("gss-tiny", corpus, tmp_path / "run", quiet=True)
     assert capsys.readouterr().out == ""
     lm = gss.load(tmp_path / "run", device="auto")
@@ -322,7 +322,7 @@ def test_data_without_documents_to_train_on(tmp_path: Path) -> None:
     command = ["train", "--preset", "gss-tiny", "--data", str(corpus), "--out", str(tmp_path / "run")]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ValueError)
-    assert "has no split 'train' but valid" in str(result.exception)
+    assert "has no split 'train', only valid" in str(result.exception)
 
 
 def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkey
 def test_a_corpus_without_documents_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("held out, all of it\n" * 20)
     prepare([str(tmp_path / "valid.txt")], tmp_path / "corpus", load_tokenizer("bytes"))
-    with pytest.raises(ValueError, match="has no split 'train' but valid"):
+    with pytest.raises(ValueError, match="has no split 'train', only valid"):
         gss.train("gss-tiny", tmp_path / "corpus", tmp_path / "run")
 
 
@@ -378,7 +378,7 @@ def test_what_an_error_suggests_is_possible(corpus: Path, finished: Path, tmp_pa
     with pytest.raises(ValueError, match=r"steps was 12, now 13.*or resume anyway with --allow steps$"):
         gss.train(small_config(steps=13), corpus, finished, quiet=True)
     preset = replace(small_config("gss2"), preset="gss2-tiny")  # changes much, and the name says it all
-    with pytest.raises(ValueError, match=r'other settings: preset was "gss-hybrid-tiny", now "gss2-tiny"\. Put them'):
+    with pytest.raises(ValueError, match=r'different settings: preset was "gss-hybrid-tiny", now "gss2-tiny"\. Restore them'):
         gss.train(preset, corpus, finished, quiet=True)
     shutil.copytree(box.folder(), tmp_path / "copy")
     assert gss.load(tmp_path / "copy").step == gss.load().step
