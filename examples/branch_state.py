@@ -9,7 +9,7 @@ from pathlib import Path
 import gss
 from gss.decode import Request, stream
 
-lm = gss.load()  # the model in the box; or gss.load("runs/books")
+lm = gss.load()  # the bundled model; or gss.load("runs/books")
 state = lm.read("It was a dark and stormy night, and the old house on the hill")
 
 # Two ways on from the same place, side by side in one batch: each request continues from the state.

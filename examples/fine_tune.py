@@ -1,4 +1,4 @@
-"""Fit the model in the box to a folder of texts: prepare them with its vocabulary, start from its weights, compare.
+"""Fit the bundled model to a folder of texts: prepare them with its vocabulary, start from its weights, compare.
 
 python examples/fine_tune.py my-books/ --out runs/mine --steps 100
 """

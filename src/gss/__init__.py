@@ -1,6 +1,6 @@
 """Long-range language models built on Gated State Spaces.
 
->>> lm = gss.load()                       # the model in the box; or a run folder: gss.load("runs/books")
+>>> lm = gss.load()                       # the bundled model; or a run folder: gss.load("runs/books")
 >>> text = lm.generate("It was a dark and stormy night", max_tokens=10, temperature=0.8)
 >>> model = gss.build_model(gss.preset("gss-tiny"))
 """
