@@ -100,7 +100,7 @@ def plan(
     config = resolve(preset, recipe, sets, vocabulary, base)
     passes = config.steps * config.batch_tokens / len(dataset.tokens)
     decided = {"optimizer", "optimizer.weight_decay"} & flattened(sets).keys()  # by the user
-    if recipe == "muon" and passes >= _PASSES and not decided:
+    if recipe == config.optimizer.name == "muon" and passes >= _PASSES and not decided:
         config = override(config, {"optimizer.weight_decay": _STRONG_DECAY})
         said += f". It reads the corpus {passes:.1f} times, so the weight decay is {_STRONG_DECAY:g}"
     return config, said
