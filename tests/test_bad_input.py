@@ -66,7 +66,7 @@ def test_packed_rows_with_a_state(model: gss.LanguageModel) -> None:
     with pytest.raises(ValueError, match="packed rows carry no state"):
         model.hidden(tokens, model.initial_state(1), keep_state=False, starts=starts)
     model.start_from(model.initial_state(1))
-    with pytest.raises(ValueError, match="read from empty states, and this model starts from another"):
+    with pytest.raises(ValueError, match="packed rows start from empty states, but this model has its own"):
         model.hidden(tokens, keep_state=False, starts=starts)
 
 

@@ -157,7 +157,7 @@ def test_a_tuned_first_state_is_refused(tmp_path: Path) -> None:
     model = gss.build_model(gss.preset("gss-tiny"))
     model.start_from(model(torch.arange(5)[None])[1].detach())
     run = save_run(model, tmp_path / "run")
-    with pytest.raises(ValueError, match="a tuned first state"):
+    with pytest.raises(ValueError, match="a tuned initial state"):
         export_onnx(run, tmp_path / "out")
 
 

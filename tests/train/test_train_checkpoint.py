@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, limit: int) -> Non
     done = subprocess.run([sys.executable, "-c", _FULL_DISK, str(tmp_path), str(limit)], capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
     assert "could not write the checkpoint of step 20" in done.stdout
-    assert "make room" in done.stdout
+    assert "Free some space" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     checkpoint.verify(tmp_path / "step-00000010")
 
