@@ -128,19 +128,18 @@ def test_a_layers_state_space_takes_them(monkeypatch: pytest.MonkeyPatch) -> Non
     """In 16 bits, and gives what plain PyTorch gives; of one token, plain PyTorch itself."""
     config = gss.preset("gss2-tiny", state_space={"modes": 8}, matrix_state={"heads": 2, "value_width": 16})
     space = KeyedStateSpace(config).to(DEVICE)
-    q, k, v = (torch.randn(2, 80, 32, device=DEVICE).bfloat16() for _ in range(3))
+    x = torch.randn(2, 80, 3 * 32, device=DEVICE).bfloat16()  # queries, keys and values side by side
     with fast.disabled():
-        expected, after = space(q, k, v)
+        expected, after = space(x)
     called = []
     monkeypatch.setattr(fast, "half", lambda tensor: called.append(tensor) or tensor.dtype)
-    y, state = space(q, k, v)
+    y, state = space(x)
     assert called
     assert relative_error(y, expected) < 1e-2
     assert relative_error(state, after) < 1e-2
-    one = [t[:, :1] for t in (q, k, v)]
-    _, further = space(*one, state)
+    _, further = space(x[:, :1], state)
     with fast.disabled():
-        assert torch.equal(space(*one, state)[1], further)
+        assert torch.equal(space(x[:, :1], state)[1], further)
 
 
 def test_half_precision_does_not_overflow() -> None:

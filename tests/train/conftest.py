@@ -2,11 +2,9 @@
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from train_runs import run, small_config
 
 from tests.making import make_corpus
@@ -33,12 +31,3 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(finished: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return shutil.copytree(finished, tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and the order of additions stays the same everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up_stops_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.safetensors.torch, "save_file", full)
-        with pytest.raises(OSError, match=r"could not write the checkpoint of step 8: .*No space left.*make room"):
+        with pytest.raises(OSError, match=r"could not write the checkpoint of step 8: .*No space left.*Free some"):
             run(small_config(), corpus, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
     assert run(small_config(), corpus, tmp_path / "run") == straight
