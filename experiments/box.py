@@ -9,6 +9,10 @@ books at 512, 4k, 16k and 65k tokens, write the card, print a sample. What WORK 
 run that was cut short goes on: give the same command. A run stopped by the clock is written out too, and its card says
 so; with --train-minutes or --steps it is not, and goes on in the next call.
 
+`--from RUN` continues from trained weights with the recipe `fine-tune`, which needs no GPU:
+
+    python -m experiments.box BOOKS --out box --from box --steps 600 --compile no --minutes 600 --score-tokens 1048576
+
 `--trial` does all of it on a CPU in under a minute: a tiny model, a few of the books, or, without BOOKS, this
 repository's own documentation.
 """
@@ -31,7 +35,7 @@ from typing import Any
 import torch
 
 import gss
-from experiments.box_export import folder_size, write_box, write_card
+from experiments.box_export import FACTS, folder_size, write_box, write_card
 from experiments.box_texts import PROMPT, TOKENS, line_breaks, samples, unpack, unwrap_books
 from gss.accounting import account
 from gss.bench.machine import source_commit
@@ -39,12 +43,12 @@ from gss.data import Dataset, load_tokenizer, open_dataset, prepare, read_manife
 from gss.data.tokenizer_training import train_tokenizer
 from gss.evaluation import evaluate
 from gss.io.runs import read_metrics
-from gss.lm import load
+from gss.lm import load, run_folder
 from gss.paper import LENGTHS
 from gss.recipes import recipe_path
 from gss.serve.about import time_constants
 
-CONFIG = recipe_path("box")
+CONFIG, CONTINUED = recipe_path("box"), recipe_path("fine-tune")
 PIECES, SAMPLE_BYTES = 8192, 30_000_000
 TEMPERATURE = 0.8  # what `gss generate` samples with
 PROBE_STEPS = 60
@@ -112,7 +116,8 @@ def corpus(arguments: argparse.Namespace, clock: Clock) -> Path:
 def command(arguments: argparse.Namespace, data: Path, run: Path, settings: list[str]) -> list[str]:
     trial = TRIAL if arguments.trial else []
     sets = [item for setting in [*trial, *settings, *arguments.set] for item in ("--set", setting)]
-    base = [sys.executable, "-m", "gss", "train", "--config", str(CONFIG)]
+    how = ["--config", str(CONTINUED), "--from", arguments.start] if arguments.start else ["--config", str(CONFIG)]
+    base = [sys.executable, "-m", "gss", "train", *how]
     return [*base, "--data", str(data), "--out", str(run), *sets]
 
 
@@ -147,8 +152,8 @@ def plan(arguments: argparse.Namespace, data: Path, clock: Clock) -> dict[str, A
     if kept.exists():
         return json.loads(kept.read_text())
     choices = {"auto": (False, True), "no": (False,), "yes": (True,)}[arguments.compile]
-    if arguments.trial:
-        decided: dict[str, Any] = {"steps": arguments.steps or TRIAL_STEPS, "compile": False, "probes": []}
+    if arguments.trial or (arguments.steps and len(choices) == 1):  # there is nothing to time
+        decided: dict[str, Any] = {"steps": arguments.steps or TRIAL_STEPS, "compile": choices == (True,), "probes": []}
     else:
         probes = [probe(arguments, data, compiled, clock.left / 3) for compiled in choices]
         clock.say(f"probes: {json.dumps(probes)}")
@@ -206,9 +211,10 @@ def train(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], cl
     return decided["minutes"]
 
 
-def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool) -> dict[str, Any]:
+def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool, most: int | None) -> dict[str, Any]:
     """What the rounded model scores at each length that the books reach, and what rounding has cost."""
-    lengths, most, beside = (LENGTHS, None, 1 << 17) if not trial else ((128, 512), 8192, 4096)
+    beside = 1 << 17 if device == "cuda" else 1 << 14
+    lengths, most, beside = (LENGTHS, most, beside) if not trial else ((128, 512), 8192, 4096)
     model = load(box, device=device, weights="fp32").model
     reached = [length for length in lengths if length <= held_out.lengths.max()]
     result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside, precision="fp32")
@@ -273,7 +279,16 @@ def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], mi
         "versions": f"gss {gss.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": arguments.commit or source_commit() or "not recorded",
+        **_before(arguments.start),
     }
+
+
+def _before(start: str | None) -> dict[str, Any]:
+    """What the card of the model that training continued from says of its own training."""
+    if start is None:
+        return {}
+    known = json.loads((run_folder(start) / FACTS).read_text())
+    return {"before": {name: known[name] for name in ("training", "data", "hardware", "date", "commit")}}
 
 
 def main() -> None:
@@ -285,6 +300,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a vocabulary that `gss tokenizer train` made")
     parser.add_argument("--train-minutes", type=float, help="of training alone; over several calls, if need be")
     parser.add_argument("--steps", type=int, help="instead of as many as fit; over several calls, if need be")
+    parser.add_argument("--from", dest="start", metavar="RUN", help="continue from the weights of a run, or of the box")
+    parser.add_argument("--score-tokens", type=int, help="score so many held-out tokens; all without it")
     parser.add_argument("--compile", choices=("auto", "yes", "no"), default="auto", help="auto: time both")
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, key=value")
     parser.add_argument("--commit", default="")
@@ -309,7 +326,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and not arguments.trial else "cpu"
     known = facts(arguments, data, decided, minutes)
     held_out = open_dataset(data, "valid")
-    known |= score(box, run, held_out, device, arguments.trial)
+    known |= score(box, run, held_out, device, arguments.trial, arguments.score_tokens)
     clock.say("scored")
     lm = load(box)
     known["memory"] = time_constants(lm.model)

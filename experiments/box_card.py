@@ -43,23 +43,14 @@ def card(facts: Mapping[str, Any]) -> str:
         _row("bits per byte", *(f"{row['bits_per_byte']:.4f}" for row in facts["scores"])),
         _row("perplexity per word", *(f"{row['word_perplexity']:.1f}" for row in facts["scores"])),
     ]
-    seen = training["steps"] * training["batch_tokens"]
-    stopped = (
-        f"; stopped by the clock, {training['planned_steps']:,} steps were planned"
-        if training["steps"] < training["planned_steps"]
-        else ""
-    )
     rows = {
         "parameters": f"{facts['parameters']:,}; {facts['layers']}",
         "weights and vocabulary": f"{facts['bytes']:,} bytes: matrices in {kind}, the rest in float32",
         "vocabulary": facts["vocabulary"],
         "trained on": f"{data['what']}: {data['documents']:,} documents, {data['bytes']:,} bytes, "
         f"{data['tokens']:,} tokens, hash `{data['hash'][:16]}`",
-        "training": f"{training['steps']:,} steps of {training['batch_tokens']:,} tokens at length "
-        f"{training['length']:,}: {seen:,} tokens, {seen / data['tokens']:.1f} times through the data; "
-        f"rate {training['learning_rate']:g}, seed {training['seed']}{stopped}",
-        "time": f"{training['minutes']:.1f} minutes on {facts['hardware']}, "
-        f"{training['tokens_per_second']:,.0f} tokens/s",
+        **({"first training": _training(facts["before"])} if "before" in facts else {}),
+        "training": _training(facts),
         "made": f"{facts['date']}, commit `{facts['commit']}`, {facts['versions']}",
     }
     table = "\n".join(_row(what, value) for what, value in rows.items())
@@ -115,6 +106,18 @@ Prompt “{facts["sample"]["prompt"]}”, temperature {facts["sample"]["temperat
 
 {quoted}
 """
+
+
+def _training(facts: Mapping[str, Any]) -> str:
+    training, tokens = facts["training"], facts["data"]["tokens"]
+    seen, planned = training["steps"] * training["batch_tokens"], training["planned_steps"]
+    return (
+        f"{training['steps']:,} steps of {training['batch_tokens']:,} tokens at length {training['length']:,}: "
+        f"{seen:,} tokens, {seen / tokens:.1f} times through the data; rate {training['learning_rate']:g}, seed "
+        f"{training['seed']}; {training['minutes']:.1f} minutes on {facts['hardware']}, "
+        f"{training['tokens_per_second']:,.0f} tokens per second"
+        + (f"; stopped by the clock, {planned:,} steps were planned" if training["steps"] < planned else "")
+    )
 
 
 def _line_breaks(facts: Mapping[str, Any]) -> str:
