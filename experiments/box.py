@@ -58,6 +58,8 @@ AFTER_TRAINING = 100.0
 SAVING = 20.0
 # The share of the measured speed that is counted on, as evaluations, samples and checkpoints take time too.
 CAUTION = 0.93
+KEPT = ("training", "data", "hardware", "date", "commit")
+"""What a card says of the training that its own continues from."""
 TRIAL_STEPS = 12
 TRIAL = [
     "model.width=64",
@@ -279,16 +281,16 @@ def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], mi
         "versions": f"gss {gss.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": arguments.commit or source_commit() or "not recorded",
-        **_before(arguments.start),
+        **before(arguments.start),
     }
 
 
-def _before(start: str | None) -> dict[str, Any]:
-    """What the card of the model that training continued from says of its own training."""
+def before(start: str | None) -> dict[str, Any]:
+    """What is known of the training of the box that this one continues from."""
     if start is None:
         return {}
     known = json.loads((run_folder(start) / FACTS).read_text())
-    return {"before": {name: known[name] for name in ("training", "data", "hardware", "date", "commit")}}
+    return {"before": {name: known[name] for name in KEPT}}
 
 
 def main() -> None:

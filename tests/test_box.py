@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -116,6 +117,21 @@ def test_training_goes_on_in_the_next_call_and_is_not_done_twice(
     decided["complete"] = False
     with pytest.raises(RuntimeError, match="ended with status 1"):
         call("raise SystemExit(1)", 1)
+
+
+def test_training_continues_from_a_box(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, run, folder = folders
+    start = shutil.copytree(folder, tmp_path / "start")
+    write_card(start, FACTS)
+    known = json.loads((start / FACTS_FILE).read_text())
+    assert making.before(str(start)) == {"before": {name: known[name] for name in making.KEPT}}
+    assert making.before(None) == {}
+    arguments = argparse.Namespace(start=str(start), trial=False, set=["steps=3"])
+    line = making.command(arguments, folders[0], tmp_path / "run", ["length=64", "batch_tokens=128", "device=cpu"])
+    subprocess.run(line, check=True, capture_output=True)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["start"], config["eos_first"], config["steps"]) == (str(start), True, 3)
+    assert config["model"] == json.loads((run / "config.json").read_text())["model"]
 
 
 def test_matrices_are_int8_and_the_rest_is_float32(folders: tuple[Path, Path, Path]) -> None:
@@ -254,6 +270,10 @@ def test_the_card_has_every_figure(folders: tuple[Path, Path, Path], tmp_path: P
     more = card({**FACTS, "line_breaks": {"broken": 1.2, "joined": 1.3}, "memory": {"layers": layers}})
     for figure in ("1.200 bits per byte", "1.300 with the lines", "last 120 tokens", "300 in that", "3,000 to 4,000"):
         assert figure in more
+    first = {"training": {**FACTS["training"], "steps": 4, "batch_tokens": 1000}, "hardware": "a larger GPU"}
+    continued = card({**FACTS, "before": {**FACTS, **first}})
+    assert "| first training | 4 steps of 1,000 tokens" in continued
+    assert continued.index("a larger GPU") < continued.index("| training | 3 steps of 500 tokens")
     for name in FIELDS:
         with pytest.raises(ValueError, match=f"needs {name}"):
             card({key: value for key, value in FACTS.items() if key != name})
