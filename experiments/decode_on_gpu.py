@@ -9,7 +9,8 @@ second after it; where those seconds go; how far decoded logits are from float64
 decoder's; `gss.decode.stream` with 64 prompts and 1; `gss serve` with 64 clients. Speculation is measured where text
 repeats itself: with the bundled model after the beginnings of this package's longest files (the figure for CPUs has
 the same model), and with `--code`, a corpus of `gss prepare`, with a model trained on it for `--steps` steps, after
-held-out code. `--tiny` takes small sizes and any device, to see that everything runs.
+held-out code. `--tiny` takes small sizes and any device, to see that everything runs; `--part NAME`, given once or
+more, runs these parts alone.
 
 Caches are Triton's and the driver's and, where the installed packages come without compiled bytecode, Python's.
 """
@@ -195,7 +196,7 @@ def continued(engine: Engine, request: Request) -> tuple[list[int], float, int]:
 
 def speculated(model: gss.LanguageModel, prompts: list[list[int]], count: int, rounds: int = 5) -> dict[str, Any]:
     """Continuing prompts with speculation and without, by turns: for each prompt the ratio of the median seconds, how
-    many tokens are equal before the first that differs, and tokens per step; microseconds of each captured graph."""
+    many tokens are equal before the first that differs, and tokens per step."""
     engines = {name: Engine(model, rows=1, speculate=name == "with") for name in ("with", "without")}
     found: dict[str, Any] = {}
     for way, sampling in WAYS.items():
@@ -215,21 +216,7 @@ def speculated(model: gss.LanguageModel, prompts: list[list[int]], count: int, r
         found[way] = {f"tokens_per_s {name}": round(tokens / sum(each)) for name, each in seconds.items()}
         found[way] |= {"ratio": statistics.median(ratios), "ratios": ratios, "equal": equal, "of": count}
         found[way]["tokens per step"] = per_step
-    for name, engine in engines.items() if ON_GPU else ():
-        graphs = engine.decoder._room.graphs  # type: ignore[attr-defined]
-        found[f"µs, {name}"] = {f"{key[0]} {key[-1]}"[:60]: replayed(graph) for key, (graph, _) in graphs.items()}
     return found
-
-
-def replayed(graph: torch.cuda.CUDAGraph, times: int = 50) -> float:
-    """Microseconds of a captured graph; what it works on is of no use afterwards."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return round(start.elapsed_time(end) * 1000 / times, 1)
 
 
 def after_files(count: int, number: int, characters: int, rounds: int) -> dict[str, Any]:
@@ -318,6 +305,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="for so many steps of 131,072 tokens")
     parser.add_argument("--commit", default="")
     parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that everything runs")
+    parser.add_argument("--part", action="append", default=[], dest="parts", help="run only parts of this name")
     options = parser.parse_args()
     rows, drafted, rounds, files = 64, 400, 2, (6, 5000, 5)
     if options.tiny:
@@ -331,6 +319,8 @@ def main() -> None:
     parts = Parts(options.out, lambda: found, unmeasured, options.seconds, clean=partial(release, DEVICE))
 
     def run_part(name: str, work: Callable[[], dict[str, Any]], needs: float, most: float) -> None:
+        if options.parts and name not in options.parts:
+            return
         parts.run(name, lambda: found.update({name: work()}), needs, most)
         print(str(found[name])[:400], flush=True)
 
