@@ -154,12 +154,14 @@ def choices(kernel: str) -> Iterator[dict[str, int]]:
         for steps, warps in ((16, 8), (16, 16), (8, 8), (64, 8), (64, 16), (16, 4)):
             yield {"STEPS": steps, "num_warps": warps}
     elif kernel == "gate backward":
-        for high, wide, warps in ((32, 64, 8), (64, 64, 16), (64, 64, 8), (32, 128, 16), (32, 32, 4), (128, 32, 16)):
+        for high, wide, warps in ((64, 64, 8), (128, 32, 8), (32, 128, 8), (128, 64, 16), (64, 128, 16), (32, 64, 4)):
             yield {"BM": high, "BN": wide, "STEPS": 512 // high, "num_warps": warps}
-        yield {"BM": 32, "BN": 64, "STEPS": 16, "num_warps": 8, "maxnreg": 80}
-        yield {"BM": 32, "BN": 64, "STEPS": 4, "num_warps": 8}
+        for high, wide, warps, registers in ((64, 64, 4, 168), (128, 32, 4, 168), (64, 64, 8, 80)):
+            yield {"BM": high, "BN": wide, "STEPS": 512 // high, "num_warps": warps, "maxnreg": registers}
+        yield {"BM": 64, "BN": 64, "STEPS": 2, "num_warps": 8}
+        yield {"BM": 64, "BN": 64, "STEPS": 32, "num_warps": 8}
     else:
-        for high, wide, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 128, 16), (32, 64, 4)):
+        for high, wide, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 128, 16), (128, 32, 4)):
             yield {"BM": high, "BN": wide, "num_warps": warps}
 
 

@@ -7,7 +7,8 @@ kept from one step to the next: it comes from the largest magnitude of the tenso
 
 A Hopper tensor core contracts only the last dimension of both operands. A tensor that a backward product contracts over
 another dimension is therefore written twice: as rows [M, K], and as columns [K, M] with M rounded up to a multiple of
-16.
+16. Kernels pack four rows into a word before they transpose a tile: that moves 32 bits at a time, and the assembler
+that Triton brings for Hopper writes wrong bytes where it transposes what it has just cast (triton-lang/triton#11111).
 """
 
 from typing import NamedTuple
@@ -93,22 +94,31 @@ def in_units(x, per_unit, kind: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def store_both(
-    value, rows, columns, m, n, height, padded, width, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """A tile from [m, n] on into rows [height, width], unless they are None, and into columns [width, padded]."""
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
-    if rows is not None:
-        across = rows + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
-        if EVEN:
-            tl.store(across, value)
-        else:
-            tl.store(across, value, mask=(m + i < height)[:, None] & (n + j < width)[None, :])
-    down = columns + n.to(tl.int64) * padded + m + j[:, None] * padded + i[None, :]
+def store_row(value, rows, m, n, height, width, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Every fourth row of a tile, the first of them m, into [height, width] from column n on."""
+    i, j = m + 4 * tl.arange(0, BM // 4), tl.arange(0, BN)
+    across = rows + (i.to(tl.int64) * width + n)[:, None] + j[None, :]
     if EVEN:
-        tl.store(down, tl.trans(value))
+        tl.store(across, value)
     else:
-        tl.store(down, tl.trans(value), mask=(n + j < width)[:, None] & (m + i < padded)[None, :])
+        tl.store(across, value, mask=(i < height)[:, None] & (n + j < width)[None, :])
+
+
+@triton.jit
+def with_row(words, value, ROW: tl.constexpr):
+    """Words whose byte `ROW` of four is `value` in 8 bits."""
+    return words | (value.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * ROW))
+
+
+@triton.jit
+def store_columns(words, columns, m, n, padded, width, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Words of four rows each, from [m, n] on, into columns [width, padded]."""
+    i, j = tl.arange(0, BM // 4), tl.arange(0, BN)
+    down = columns.to(tl.pointer_type(tl.int32)) + ((n + j).to(tl.int64) * padded // 4 + m // 4)[:, None] + i[None, :]
+    if EVEN:
+        tl.store(down, tl.trans(words))
+    else:
+        tl.store(down, tl.trans(words), mask=(n + j < width)[:, None] & (m + 4 * i < padded)[None, :])
 
 
 @triton.jit
@@ -116,12 +126,17 @@ def _cast_kernel(
     x, most, rows, columns, unit_out, height, padded, width, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
     m, n = tl.program_id(1) * BM, tl.program_id(0) * BN
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
-    inside = (m + i < height)[:, None] & (n + j < width)[None, :]
-    tile = x + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
-    value = tl.load(tile, mask=inside, other=0.0).to(tl.float32)
+    i, j = tl.arange(0, BM // 4), tl.arange(0, BN)
     unit = unit_of(tl.load(most), LIMIT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(unit_out, unit)
-    value = in_units(value, tl.div_rn(1.0, unit), rows.dtype.element_ty, LIMIT)
-    store_both(value, rows, columns, m, n, height, padded, width, False, BM, BN)
+    per_unit = tl.div_rn(1.0, unit)
+    words = tl.zeros((BM // 4, BN), tl.int32)
+    for row in tl.static_range(4):
+        at = m + row + 4 * i
+        inside = (at < height)[:, None] & (n + j < width)[None, :]
+        value = tl.load(x + at.to(tl.int64)[:, None] * width + (n + j)[None, :], mask=inside, other=0.0)
+        value = in_units(value.to(tl.float32), per_unit, rows.dtype.element_ty, LIMIT)
+        store_row(value, rows, m + row, n, height, width, False, BM, BN)
+        words = with_row(words, value, row)
+    store_columns(words, columns, m, n, padded, width, False, BM, BN)

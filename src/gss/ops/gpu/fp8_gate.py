@@ -30,14 +30,16 @@ from gss.ops.gpu.fp8 import (
     narrowed,
     product,
     rounded_up,
-    store_both,
+    store_columns,
+    store_row,
     unit_of,
+    with_row,
 )
 from gss.ops.gpu.gate import _activate_with_slope, _load
 
 ROWS = {"STEPS": 16, "num_warps": 8}
 """Rows of a program forward."""
-TILE = {"BM": 32, "BN": 64, "STEPS": 16, "num_warps": 8}
+TILE = {"BM": 64, "BN": 64, "STEPS": 8, "num_warps": 8}
 """And tiles backward, one below the other. Larger ones leave room for one program per multiprocessor."""
 WIDEST = 8192
 """A row of the gate has to fit into the registers of a program."""
@@ -255,7 +257,7 @@ def _tiles_kernel(
 ):  # fmt: skip
     """From p's gradient those of gate and context, in rows and columns, with their units; p in columns; and the sums
     of both gradients over the rows of a program."""
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    i, j = 4 * tl.arange(0, BM // 4), tl.arange(0, BN)
     n = tl.program_id(0) * BN
     inside = n + j < width
     bound = tl.load(longest) * tl.load(output_unit) * reach  # of |grad|
@@ -267,33 +269,41 @@ def _tiles_kernel(
             tl.store(context_unit, by_context_unit)
     per_gate_unit, per_context_unit = tl.div_rn(1.0, by_gate_unit), tl.div_rn(1.0, by_context_unit)
     per_unit = tl.div_rn(1.0, tl.load(product_unit))
+    b2 = _bias(gate_bias, (n + j)[None, :], inside[None, :])
+    b3 = _bias(context_bias, (n + j)[None, :], inside[None, :])
     kind = gate_rows.dtype.element_ty
-    gate_sum = tl.zeros((BM, BN), tl.float32)
-    context_sum = tl.zeros((BM, BN), tl.float32)
+    gate_sum = tl.zeros((BM // 4, BN), tl.float32)
+    context_sum = tl.zeros((BM // 4, BN), tl.float32)
     for step in range(STEPS):
         m = (tl.program_id(1) * STEPS + step) * BM
-        start = m.to(tl.int64) * width + n
-        tile = i[:, None] * width + j[None, :]
-        mask = (m + i < rows)[:, None] & inside[None, :]
-        b2, b3 = (
-            _bias(gate_bias, (n + j)[None, :], inside[None, :]),
-            _bias(context_bias, (n + j)[None, :], inside[None, :]),
-        )
-        d = _load(grad + start + tile, mask, EVEN).to(tl.float32)
-        g = _load(gate + start + tile, mask, EVEN).to(tl.float32) + b2
-        c = _load_context(context, start, tile, mask, b3, EVEN)
-        value, slope = _activate_with_slope(g, ACTIVATION)
-        by_context = value * d
-        by_gate = slope * c * d
-        gate_sum += by_gate
-        context_sum += by_context
-        across = in_units(by_gate, per_gate_unit, kind, GRADIENT_LIMIT)
-        store_both(across, gate_rows, gate_columns, m, n, rows, padded, width, EVEN, BM, BN)
+        gate_words = tl.zeros((BM // 4, BN), tl.int32)
+        context_words = tl.zeros((BM // 4, BN), tl.int32)
+        product_words = tl.zeros((BM // 4, BN), tl.int32)
+        for row in tl.static_range(4):
+            start = (m + row).to(tl.int64) * width + n
+            tile = i[:, None] * width + j[None, :]
+            mask = (m + row + i < rows)[:, None] & inside[None, :]
+            d = _load(grad + start + tile, mask, EVEN).to(tl.float32)
+            g = _load(gate + start + tile, mask, EVEN).to(tl.float32) + b2
+            c = _load_context(context, start, tile, mask, b3, EVEN)
+            value, slope = _activate_with_slope(g, ACTIVATION)
+            by_context = value * d
+            by_gate = slope * c * d
+            gate_sum += by_gate
+            context_sum += by_context
+            across = in_units(by_gate, per_gate_unit, kind, GRADIENT_LIMIT)
+            store_row(across, gate_rows, m + row, n, rows, width, EVEN, BM, BN)
+            gate_words = with_row(gate_words, across, row)
+            if context is not None:
+                across = in_units(by_context, per_context_unit, kind, GRADIENT_LIMIT)
+                store_row(across, context_rows, m + row, n, rows, width, EVEN, BM, BN)
+                context_words = with_row(context_words, across, row)
+            across = in_units(value * c, per_unit, product.dtype.element_ty, LIMIT)
+            product_words = with_row(product_words, across, row)
+        store_columns(gate_words, gate_columns, m, n, padded, width, EVEN, BM, BN)
         if context is not None:
-            across = in_units(by_context, per_context_unit, kind, GRADIENT_LIMIT)
-            store_both(across, context_rows, context_columns, m, n, rows, padded, width, EVEN, BM, BN)
-        across = in_units(value * c, per_unit, product.dtype.element_ty, LIMIT)
-        store_both(across, None, product, m, n, rows, padded, width, EVEN, BM, BN)
+            store_columns(context_words, context_columns, m, n, padded, width, EVEN, BM, BN)
+        store_columns(product_words, product, m, n, padded, width, EVEN, BM, BN)
     partial = sums + tl.program_id(1).to(tl.int64) * 2 * width + n + j
     tl.store(partial, tl.sum(gate_sum, 0), mask=inside)
     tl.store(partial + width, tl.sum(context_sum, 0), mask=inside)

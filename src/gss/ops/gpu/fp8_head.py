@@ -11,7 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from gss.ops.gpu.cross_entropy import losses_and_normalizers
-from gss.ops.gpu.fp8 import E5M2, MOST, Narrow, in_units, narrowed, product, rounded_up, store_both
+from gss.ops.gpu.fp8 import (
+    E5M2,
+    MOST,
+    Narrow,
+    in_units,
+    narrowed,
+    product,
+    rounded_up,
+    store_columns,
+    store_row,
+    with_row,
+)
 
 TILE = {"BM": 64, "BN": 64, "num_warps": 4}
 
@@ -50,14 +61,19 @@ def _gradient_kernel(
     LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
-    there = m + i < height
-    target = tl.load(targets + m + i, mask=there, other=0)
-    normalizer = tl.load(normalizers + m + i, mask=there, other=0.0)
-    counts = there & (target != uncounted)
-    tile = logits + m.to(tl.int64) * width + n + i[:, None] * width + j[None, :]
-    x = tl.load(tile, mask=there[:, None] & (n + j < width)[None, :], other=0.0).to(tl.float32)
-    gradient = tl.exp(x - normalizer[:, None]) - tl.where((n + j)[None, :] == target[:, None], 1.0, 0.0)
-    gradient = tl.where(counts[:, None], gradient, 0.0)
-    gradient = in_units(gradient, LIMIT, rows.dtype.element_ty, LIMIT)
-    store_both(gradient, rows, columns, m, n, height, padded, width, False, BM, BN)
+    j = tl.arange(0, BN)
+    words = tl.zeros((BM // 4, BN), tl.int32)
+    for row in tl.static_range(4):
+        i = m + row + 4 * tl.arange(0, BM // 4)
+        there = i < height
+        target = tl.load(targets + i, mask=there, other=0)
+        normalizer = tl.load(normalizers + i, mask=there, other=0.0)
+        counts = there & (target != uncounted)
+        tile = logits + i.to(tl.int64)[:, None] * width + (n + j)[None, :]
+        x = tl.load(tile, mask=there[:, None] & (n + j < width)[None, :], other=0.0).to(tl.float32)
+        gradient = tl.exp(x - normalizer[:, None]) - tl.where((n + j)[None, :] == target[:, None], 1.0, 0.0)
+        gradient = tl.where(counts[:, None], gradient, 0.0)
+        gradient = in_units(gradient, LIMIT, rows.dtype.element_ty, LIMIT)
+        store_row(gradient, rows, m + row, n, height, width, False, BM, BN)
+        words = with_row(words, gradient, row)
+    store_columns(words, columns, m, n, padded, width, False, BM, BN)
