@@ -151,15 +151,16 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 
 def choices(kernel: str) -> Iterator[dict[str, int]]:
     if kernel == "gate forward":
-        for steps, warps in ((16, 8), (16, 16), (8, 8), (64, 8), (64, 16), (16, 4)):
+        for steps, warps in ((16, 8), (16, 16), (8, 16), (32, 16), (64, 16)):
             yield {"STEPS": steps, "num_warps": warps}
     elif kernel == "gate backward":
-        for high, wide, warps in ((64, 64, 8), (128, 32, 8), (32, 128, 8), (128, 64, 16), (64, 128, 16), (32, 64, 4)):
-            yield {"BM": high, "BN": wide, "STEPS": 512 // high, "num_warps": warps}
-        for high, wide, warps, registers in ((64, 64, 4, 168), (128, 32, 4, 168), (64, 64, 8, 80)):
+        for high, wide, warps, registers in (
+            (64, 64, 4, 168), (64, 64, 4, 128), (64, 64, 4, 200), (128, 32, 4, 168), (32, 128, 4, 168),
+            (32, 64, 4, 128), (32, 64, 2, 168), (128, 64, 8, 128), (64, 128, 8, 128),
+        ):  # fmt: skip
             yield {"BM": high, "BN": wide, "STEPS": 512 // high, "num_warps": warps, "maxnreg": registers}
-        yield {"BM": 64, "BN": 64, "STEPS": 2, "num_warps": 8}
-        yield {"BM": 64, "BN": 64, "STEPS": 32, "num_warps": 8}
+        for steps in (4, 16):
+            yield {"BM": 64, "BN": 64, "STEPS": steps, "num_warps": 4, "maxnreg": 168}
     else:
         for high, wide, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 128, 16), (128, 32, 4)):
             yield {"BM": high, "BN": wide, "num_warps": warps}

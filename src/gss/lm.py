@@ -109,7 +109,8 @@ class LM:
         stop                  one string, or several, before which the text ends
         state                 the result of `read`; the prompt, which must not be empty, continues from it
         precision             fp32, bf16 (autocast), or auto: bf16 on a GPU that supports it
-        speculate             speculative decoding by lookup; the text stays the same. Default: on a CPU only
+        speculate             speculative decoding by lookup; the text stays the same. Default: on a CPU, and
+                              on a GPU at temperature 0
 
         >>> lm = gss.load(run)
         >>> pieces = list(lm.stream("the ", max_tokens=5, temperature=0))

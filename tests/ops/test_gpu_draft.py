@@ -48,13 +48,15 @@ class Scripted:
         self.turn.copy_((self.turn + 1) % len(RIGHT))
 
 
-def speculating(model: gss.LanguageModel, state: gss.ModelState, settings: Settings):  # type: ignore[no-untyped-def]
+def speculating(  # type: ignore[no-untyped-def]
+    model: gss.LanguageModel, state: gss.ModelState, settings: Settings, speculate: bool | None = True
+):
     """A decoder with one row that speculates, whose next token is 7."""
     import gss.decode.cuda
 
     decoder = gss.decode.cuda.GraphDecoder(model, state, BLOCK)
     decoder.keep([])
-    decoder.speculate = True
+    decoder.speculate = speculate
     device = state.position.device
     decoder.join(state, Sampler(61, device, [settings]), torch.tensor([7], device=device), [[1, 2, 3]])
     return decoder
@@ -104,6 +106,20 @@ def looked_up(read: Sequence[int]) -> list[int]:
     for _ in range(2):
         lookup.learn(1, 1)
     return lookup.draft(7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_default_it_speculates_where_the_likeliest_token_is_taken(device: str) -> None:
+    model = model_of(device, depth=1)
+    for sampling, speculate, expected in (
+        (GREEDY, None, True),
+        (GREEDY, False, False),
+        (Sampling(temperature=0.8), None, False),
+        (Sampling(temperature=0.8), True, True),
+        (Sampling(temperature=0, repetition_penalty=1.2), None, False),
+    ):
+        decoder = speculating(model, model.initial_state(1), Settings(sampling), speculate)
+        assert decoder._drafting == expected, (sampling, speculate)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,10 @@ Precision = Annotated[str, Option(help="fp32, bf16 (autocast), or auto: bf16 on 
 Weights = Annotated[str | None, Option(help="Quantize the weights: bf16, int8 or int4. Default: leave them as stored.")]
 Speculate = Annotated[
     bool | None,
-    Option("--speculate/--no-speculate", help="Speculative decoding by lookup; same text. Default: only on a CPU."),
+    Option(
+        "--speculate/--no-speculate",
+        help="Speculative decoding by lookup; same text. Default: on a CPU, and on a GPU at temperature 0.",
+    ),
 ]
 State = Annotated[Path | None, Option(help="Start from a state made by `gss read` or `gss train --tune state`.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]

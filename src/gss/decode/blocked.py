@@ -36,8 +36,9 @@ class BlockedDecoder:
 
     stride = 1
     """How many tokens of each row `generate` produces most cheaply."""
-    speculate = False
-    """Whether rows that join are to draft tokens by lookup and verify several at once, where that is possible."""
+    speculate: bool | None = False
+    """Whether rows that join are to draft tokens by lookup and verify several at once, where that is possible; None:
+    where it pays."""
     _tokens: Tensor
     _sampler: Sampler
 
@@ -166,7 +167,7 @@ class Decoder(BlockedDecoder):
     @torch.no_grad()
     def advance(self) -> Draw:
         # Reading several tokens of a row at a time costs little more than one where products of few rows are in C.
-        if not self.speculate or self._tokens.device.type != "cpu" or cpu.library() is None:
+        if self.speculate is False or self._tokens.device.type != "cpu" or cpu.library() is None:
             return self.generate(1)
         if self._block.rows == 1:
             return self._verify(self._lookups[0])
@@ -219,7 +220,7 @@ class Decoder(BlockedDecoder):
         self._tokens = tokens
 
     def _put(self, state: ModelState, sampler: Sampler, tokens: Tensor, read: Sequence[Sequence[int]]) -> None:
-        before = read if self.speculate and read else [()] * len(tokens)
+        before = read if self.speculate is not False and read else [()] * len(tokens)
         self._lookups += [Lookup([*row, token]) for row, token in zip(before, tokens.tolist(), strict=True)]
         self._position = torch.cat([self._position, state.position])
         self._sampler = Sampler.join([(self._sampler, range(len(self._tokens))), (sampler, range(len(tokens)))])

@@ -182,8 +182,11 @@ class GraphDecoder(BlockedDecoder):
             self._change_room(_power_of_two(self._block.rows))
         free = sorted(set(range(self._room.stream.batch)) - set(self._places))
         self._place(state, sampler, range(state.batch), tokens, free[: state.batch])
-        able = self.speculate and self._room.stream.batch == 1 and all(layer.drafts for layer in self._layers)
-        self._drafting = able and not self._sampler.work.penalised  # what a penalty has seen is not taken back
+        work = self._sampler.work
+        # Other than greedily, 0.8 to 0.9 times as fast on an H200.
+        wanted = work.argmax if self.speculate is None else self.speculate
+        able = self._room.stream.batch == 1 and all(layer.drafts for layer in self._layers)
+        self._drafting = wanted and able and not work.penalised  # what a penalty has seen is not taken back
         if self._drafting:
             self._gain = 2 * _PAYS
             before = self._on_device(read[0][-HISTORY:] if read else [])

@@ -85,7 +85,8 @@ class Engine:
     piece         tokens of prompts that are read per round of `prefill`; by default 4,096, on a GPU 65,536
     cache_bytes   memory for the states of prompts, which later prompts with the same prefix start from
     precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
-    speculate     whether to draft by lookup where a row is alone; what is drawn does not change. By default on a CPU
+    speculate     whether to draft by lookup where a row is alone; what is drawn does not change. By default where it
+                  pays: on a CPU, and on a GPU where the likeliest token is taken
     """
 
     def __init__(
@@ -106,8 +107,7 @@ class Engine:
         self.model, self.max_rows, self.precision = model, rows, resolved(precision, model)
         self.cache = PrefixCache(cache_bytes)
         self.prompts = Prefill(model, self.cache, piece)
-        # Not measured on a GPU yet.
-        self.speculate = self._device.type == "cpu" if speculate is None else speculate
+        self.speculate = speculate
         self._waiting: deque[Request] = deque()
         self._running: list[_Row] = []
         self._in_flight: _Fetched | None = None

@@ -7,8 +7,7 @@ kept from one step to the next: it comes from the largest magnitude of the tenso
 
 A Hopper tensor core contracts only the last dimension of both operands. A tensor that a backward product contracts over
 another dimension is therefore written twice: as rows [M, K], and as columns [K, M] with M rounded up to a multiple of
-16. Kernels pack four rows into a word before they transpose a tile: that moves 32 bits at a time, and the assembler
-that Triton brings for Hopper writes wrong bytes where it transposes what it has just cast (triton-lang/triton#11111).
+16. Kernels pack four rows into a word before they transpose a tile, which then moves 32 bits at a time.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,15 @@ LEAST = tl.constexpr(1e-30)
 """Taken for the largest magnitude of a tensor of zeros."""
 MULTIPLE = 16
 """Of this are the sizes that `_scaled_mm` takes."""
-_TILE = {"BM": 64, "BN": 64, "num_warps": 4}
+_TILE = {"BM": 128, "BN": 32, "num_warps": 4}
+_CAST = """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.KINDx2.f32 low, $2, $1;
+    cvt.rn.satfinite.KINDx2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}"""
+_CAST_E4M3, _CAST_E5M2 = (tl.constexpr(_CAST.replace("KIND", kind)) for kind in ("e4m3", "e5m2"))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Narrow(NamedTuple):
@@ -89,8 +96,20 @@ def unit_of(most, LIMIT: tl.constexpr):
 
 @triton.jit
 def in_units(x, per_unit, kind: tl.constexpr, LIMIT: tl.constexpr):
-    """x in 8 bits, with the reciprocal of its unit; saturates, and keeps what is not a number."""
-    return tl.clamp(x * per_unit, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(kind)
+    """x in 8 bits, with the reciprocal of its unit; saturates, and keeps what is not a number.
+
+    A cast makes two numbers of 8 bits at a time. Where such a pair is stored in a row and its bytes go elsewhere too,
+    the assembler that Triton brings for Hopper loses some of them (triton-lang/triton#11111), so each pair is joined
+    with the next one before anything else sees it.
+    """
+    x = x * per_unit
+    if _INTERPRETED:
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(kind)
+    else:
+        asm: tl.constexpr = _CAST_E5M2 if kind == tl.float8e5 else _CAST_E4M3
+        x = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+        x = x.to(kind, bitcast=True)
+    return x
 
 
 @triton.jit

@@ -37,10 +37,10 @@ from gss.ops.gpu.fp8 import (
 )
 from gss.ops.gpu.gate import _activate_with_slope, _load
 
-ROWS = {"STEPS": 16, "num_warps": 8}
+ROWS = {"STEPS": 16, "num_warps": 16}
 """Rows of a program forward."""
-TILE = {"BM": 64, "BN": 64, "STEPS": 8, "num_warps": 8}
-"""And tiles backward, one below the other. Larger ones leave room for one program per multiprocessor."""
+TILE = {"BM": 64, "BN": 64, "STEPS": 8, "num_warps": 4, "maxnreg": 168}
+"""And tiles backward, one below the other."""
 WIDEST = 8192
 """A row of the gate has to fit into the registers of a program."""
 _SLACK = 1.25
