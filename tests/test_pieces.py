@@ -9,7 +9,7 @@ from experiments.memory import peak_bytes
 from gss import pieces
 from gss.model import LanguageModel
 from tests.comparing import relative_error
-from tests.conftest import ALL_FAMILIES, SLIDING, small_config
+from tests.conftest import ALL_FAMILIES, VARIANTS, small_config
 
 LENGTH = 29  # between three and four windows or chunks
 
@@ -49,7 +49,7 @@ def _whole(
 
 
 @pytest.mark.parametrize(("carried", "sizes"), [(False, (8, 50)), (True, (1, 9, 28))], ids=["new", "carried"])
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
 def test_pieces_give_the_loss_and_gradients_of_the_whole(family: str, carried: bool, sizes: tuple[int, ...]) -> None:
     model = _model(family)
     tokens, targets, mask, state = _given(model)
@@ -118,18 +118,20 @@ def test_both_runs_of_a_piece_drop_the_same_activations() -> None:
     assert len(again) == 2  # each call draws anew
 
 
-@pytest.mark.parametrize("family", ["gss-hybrid", SLIDING])
+@pytest.mark.parametrize("family", ["gss-hybrid", *VARIANTS])
 def test_autocast_has_gradients_of_every_weight(family: str) -> None:
-    """Casts of weights made without a graph must not be used with one."""
+    """Casts of weights made without a graph must not be used with one: the error is that of rounding alone."""
     model = _model(family).float()
     tokens, targets, mask, _ = _given(model)
+    expected, exact, _ = _whole(model, tokens, targets, mask, None)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, gradients, _ = _whole(model, tokens, targets, mask, None)
+        _, rounded, _ = _whole(model, tokens, targets, mask, None)
         found, _ = pieces.backward(model, tokens, targets, mask, piece_tokens=10)
-    assert relative_error(found, loss) < 0.01
+    assert relative_error(found, expected) < 0.01
     mine = _gradients(model, None)
-    assert mine.keys() == gradients.keys()
-    assert all(relative_error(mine[name], gradients[name]) < 0.1 for name in gradients)
+    assert mine.keys() == exact.keys()
+    for name, gradient in exact.items():
+        assert relative_error(mine[name], gradient) < 3 * (relative_error(rounded[name], gradient) + 0.02), name
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

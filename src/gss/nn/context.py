@@ -156,13 +156,14 @@ class _Send(torch.autograd.Function):
 
 
 def by_decay(space: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-    """Where states add up. `space` has `left(x)`, the state that tokens alone leave, and `faded(state, tokens)`."""
+    """Where states add up. `space` has `left(x)`, the state that tokens alone leave and what they do to one before
+    them, and `faded(state, tokens, …)`, the latter with that."""
     context, length = stretch.context, x.shape[1]
-    left = space.left(stretch.last_document(x))
-    x, gathered = _Gather.apply(context, x, left)
+    left, *effects = space.left(stretch.last_document(x))
+    x, gathered, *effects = _Gather.apply(context, x, left, *effects)
     before = state = torch.zeros_like(left) if stretch.state is None else stretch.state
     for rank in range(context.size if keep_state else context.rank):
-        state = space.faded(state, length)
+        state = space.faded(state, length, *(effect[rank] for effect in effects))
         if stretch.documents is not None:
             state = stretch.documents.survivors(rank, state)
         state = state + gathered[rank]

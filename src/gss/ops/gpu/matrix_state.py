@@ -46,15 +46,16 @@ TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 
 @fast.operation("gss::matrix_scan")
 def matrix_scan(
-    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None,
+    frames: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ."""
     queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
     batch, length, heads, _ = keys.shape
     segment, _ = _layout(keys, values)
     table = _powers(rate, segment * CHUNK, length)
     after = torch.empty(_state_shape(keys, values), device=values.device)
-    states = _states(keys, values, table, state, after, segment)
+    states = _states(keys, values, table, frames, state, after, segment)
     y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     sizes = _sizes(keys, values, OUTPUT_TILE)
     output_kernel[(states.shape[1], heads, batch)](
@@ -67,7 +68,7 @@ def matrix_scan(
 @fast.operation("gss::matrix_scan_backward")
 def matrix_scan_backward(
     grad: Tensor, grad_after: Tensor, states: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
-    skip: Tensor | None,
+    skip: Tensor | None, frames: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
     grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
@@ -75,7 +76,7 @@ def matrix_scan_backward(
     segment, _ = _layout(keys, values)
     chunks = states.shape[1]
     grad_state = torch.empty(_state_shape(keys, values), device=values.device)
-    ahead = _states(queries, grad, table, grad_after, grad_state, segment, back=True)
+    ahead = _states(queries, grad, table, frames, grad_after, grad_state, segment, back=True)
     grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (queries, keys, values)]
     partial = torch.empty(batch * chunks, heads, width + 1, device=values.device)
     gradient_kernel[(chunks, heads, batch)](
@@ -87,7 +88,7 @@ def matrix_scan_backward(
 
 
 @matrix_scan.register_fake
-def _(queries, keys, values, rate, skip, state):
+def _(queries, keys, values, rate, skip, state, frames):
     after = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
     table = values.new_empty(keys.shape[2], CHUNK + 4, 4, keys.shape[3] // 2, dtype=torch.float32)
     states = values.new_empty(_states_shape(keys, values), dtype=_kind(values))
@@ -95,7 +96,7 @@ def _(queries, keys, values, rate, skip, state):
 
 
 @matrix_scan_backward.register_fake
-def _(grad, grad_after, states, table, queries, keys, values, skip):
+def _(grad, grad_after, states, table, queries, keys, values, skip, frames):
     heads, width = keys.shape[2:]
     grads = (t.new_empty(t.shape) for t in (queries, keys, values))
     by_rate = values.new_empty(2, heads, width // 2, dtype=torch.float64)
@@ -104,16 +105,16 @@ def _(grad, grad_after, states, table, queries, keys, values, skip):
 
 
 def _save(ctx, inputs, output):
-    queries, keys, values, rate, skip, state = inputs
+    queries, keys, values, rate, skip, state, frames = inputs
     ctx.kinds = rate.dtype, None if skip is None else skip.dtype, None if state is None else state.dtype
-    ctx.save_for_backward(*output[2:], queries, keys, values, skip)
+    ctx.save_for_backward(*output[2:], queries, keys, values, skip, frames)
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx, grad, grad_after, *_):
     *grads, by_rate, by_skip, by_state = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
     rest = zip((by_rate, by_skip, by_state), ctx.kinds, strict=True)
-    return *grads, *(None if kind is None else t.to(kind) for t, kind in rest)
+    return *grads, *(None if kind is None else t.to(kind) for t, kind in rest), None
 
 
 matrix_scan.register_autograd(_backward, setup_context=_save)
@@ -185,34 +186,36 @@ def _powers(rate: Tensor, segment: int, length: int) -> Tensor:
 
 
 def _find_starts(
-    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, starts: Tensor, segment: int,
-    back: bool = False,
+    written: Tensor, values: Tensor, table: Tensor, frames: Tensor | None, state: Tensor | None, starts: Tensor,
+    segment: int, back: bool = False,
 ) -> None:  # fmt: skip
     """Fills `starts`; `back`, from the sequence's end with queries for keys and the output's gradient for values."""
     sizes = _sizes(written, values)
     _, segments, heads, *_ = starts.shape
     if segments > 1:
         states_kernel[_grid(starts, segments - 1)](
-            written, values, table, starts, None, None, *_strides(written, values),
+            written, values, table, frames, starts, None, None, *_strides(written, values),
             values.shape[1], heads, segment, segments, **sizes, BACK=back, SUMS=True, **STATES,
         )  # fmt: skip
     pass_kernel[_grid(starts, 1)](
-        table, None if state is None else state.contiguous(), starts, heads, segments,
+        table, frames, None if state is None else state.contiguous(), starts, heads, segments, segment,
+        triton.cdiv(values.shape[1], CHUNK),
         **{name: sizes[name] for name in ("MODES", "VALUES", "BN", "BD", "C")}, BACK=back, num_warps=4,
     )  # fmt: skip
 
 
 def _states(
-    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, after: Tensor, segment: int,
-    back: bool = False,
+    written: Tensor, values: Tensor, table: Tensor, frames: Tensor | None, state: Tensor | None, after: Tensor,
+    segment: int, back: bool = False,
 ) -> Tensor:  # fmt: skip
     """The states before each chunk (`back`: after), and in `after` the one at the end, from the one at the start."""
     _, shape = _layout(written, values)
     starts = torch.empty(shape, device=values.device)
-    _find_starts(written, values, table, state, starts, segment, back)
+    frames = None if frames is None else frames.contiguous()
+    _find_starts(written, values, table, frames, state, starts, segment, back)
     states = torch.empty(_states_shape(written, values), dtype=_kind(values), device=values.device)
     states_kernel[_grid(starts)](
-        written, values, table, starts, states, after, *_strides(written, values),
+        written, values, table, frames, starts, states, after, *_strides(written, values),
         values.shape[1], starts.shape[2], segment, starts.shape[1],
         **_sizes(written, values), BACK=back, SUMS=False, **STATES,
     )  # fmt: skip

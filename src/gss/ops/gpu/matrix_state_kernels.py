@@ -150,8 +150,15 @@ def _store_state(at, mask, re, im, FURTHER: tl.constexpr):
 
 
 @triton.jit
+def _faded(frames, chunk, other, heads, head):
+    """What is left of a state seen from a chunk's middle at another's, later one's."""
+    there = tl.load(frames + other.to(tl.int64) * heads + head)
+    return tl.exp(there - tl.load(frames + chunk.to(tl.int64) * heads + head))
+
+
+@triton.jit
 def pass_kernel(
-    table, state, starts, heads, segments,
+    table, frames, state, starts, heads, segments, segment, chunks,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """From what each segment adds, found one place further on in `starts`, to the states at their starts."""
@@ -172,10 +179,15 @@ def pass_kernel(
     turn_re, turn_im = _power(table, head, n, 1, BACK, MODES, C)
     at, mask = _state_at(starts, batch * segments * heads + head, d, n, MODES, VALUES)
     _store_state(at, mask, re, im, MODES)
-    for _ in range(1, segments):
+    for part in range(1, segments):
         at += heads * 2 * VALUES * MODES
         added_re, added_im = _load_state(at, mask, MODES)
         re, im = times(re, im, turn_re, turn_im)
+        if frames is not None:
+            earlier = batch * chunks + (chunks - 1 - part * segment if BACK else (part - 1) * segment)
+            later = batch * chunks + (chunks - 1 - (part - 1) * segment if BACK else part * segment)
+            left = _faded(frames, earlier, later, heads, head)
+            re, im = re * left, im * left
         re += added_re
         im += added_im
         _store_state(at, mask, re, im, MODES)
@@ -183,7 +195,7 @@ def pass_kernel(
 
 @triton.jit
 def states_kernel(
-    keys, values, table, starts, states, after,
+    keys, values, table, frames, starts, states, after,
     key_batch, key_row, key_head, value_batch, value_row, value_head, length, heads, segment, segments,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     KIND: tl.constexpr, PRODUCTS: tl.constexpr, BACK: tl.constexpr, SUMS: tl.constexpr,
@@ -223,6 +235,11 @@ def states_kernel(
             _product(v, k_re, re), _product(v, k_im, im),
             tl.where(ends, out_re, step_re), tl.where(ends, out_im, step_im),
         )  # fmt: skip
+        if frames is not None:
+            earlier = batch * chunks + tl.maximum(chunk - 1, 0) if BACK else batch * chunks + chunk
+            later = batch * chunks + chunk if BACK else batch * chunks + tl.minimum(chunk + 1, chunks - 1)
+            left = _faded(frames, earlier, later, heads, head)
+            re, im = re * left, im * left
     if SUMS:
         at, mask = _state_at(starts, (batch * segments + part + 1) * heads + head, d, n, MODES, VALUES)
         _store_state(at, mask, re, im, MODES)
