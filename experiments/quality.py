@@ -1,14 +1,16 @@
 """Models of one size on the same tokens: trained with `gss.train`, scored document by document, compared in pairs.
 
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
-        [--workers 3] [--seconds 560] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
+        [--workers 3] [--seconds 560] [--only-whole] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
 PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
 word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
 DATA/CORPUS is a folder of `gss prepare` with the splits train and valid; one that is not there yet is waited for while
 others run. A system is a preset or a peer of
 `fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
-is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work.
+is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work. On a
+machine that is given back, where nothing can resume, `--only-whole` ends a run after 20 steps if it would not be
+trained and scored in time, and tries the next.
 
 Settings are chosen on every other held-out document (`choose`) and reported on the rest (`report`), with ratios paired
 over documents. A probed run also has `context`, the loss by how many true tokens came before (`gss.probe`), and
@@ -23,6 +25,7 @@ import datetime
 import fcntl
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -62,7 +65,8 @@ RECIPE = {
 LENGTHS = (512, 4096, 16_384, 65_536)
 BATCH = 1 << 17  # tokens scored at a time
 STOPPED = 128 + signal.SIGTERM
-_COMPILING_STEPS = 2
+_COMPILING_STEPS, _TIMED_STEPS = 2, 20
+_SCORING_SECONDS, _PROBING_SECONDS = 30.0, 20.0  # about what they take on an H200
 _SAVING_SECONDS, _WORTH_STARTING_SECONDS = 15.0, 45.0
 
 
@@ -87,9 +91,10 @@ def parsed(text: str) -> list[Line]:
 
 
 def measure(
-    system: str, corpus: Path, work: Path, changes: Sequence[str], probed: bool = False
+    system: str, corpus: Path, work: Path, changes: Sequence[str], probed: bool = False, until: float = math.inf
 ) -> dict[str, Any] | None:
-    """Train a system, or resume training it, and score it; None where a signal stopped it."""
+    """Train a system, or resume training it, and score it; None where a signal stopped it, TimeoutError if it would
+    not be done `until` then."""
     import torch
 
     import gss
@@ -107,7 +112,7 @@ def measure(
     held_out = open_dataset(corpus, "valid")
     folder = work / f"{corpus.name}-{system}".replace("/", "-")
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
-    with in_turn(work):
+    with in_turn(work, until - _SCORING_SECONDS - (_PROBING_SECONDS if probed else 0)):
         if gss.train(config, corpus, folder, quiet=True).signal is not None:
             return None
     lm = load(folder, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -127,21 +132,40 @@ def measure(
 
 
 @contextlib.contextmanager
-def in_turn(work: Path) -> Iterator[None]:
-    """One process trains at a time; meanwhile another compiles in its first steps, or scores what it has trained."""
+def in_turn(work: Path, until: float = math.inf) -> Iterator[None]:
+    """One process trains at a time; meanwhile another compiles in its first steps, or scores what it has trained.
+
+    The first steps in turn are timed: TimeoutError if the rest would take longer than `until`.
+    """
     from gss.training.step import Stepper
 
-    take_step, steps = Stepper.step, itertools.count()
+    take_step, steps, since = Stepper.step, itertools.count(), 0.0
     work.mkdir(parents=True, exist_ok=True)
     with (work / "training.lock").open("w") as lock:
 
-        def waiting(stepper: Stepper, *given: Any) -> Any:
-            if next(steps) == _COMPILING_STEPS:
+        def waiting(stepper: Stepper, batch: Any, number: int) -> Any:
+            nonlocal since
+            taken = next(steps) - _COMPILING_STEPS
+            if taken == 0:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            return take_step(stepper, *given)
+                since = clock()
+            elif taken == _TIMED_STEPS:
+                end = clock() + (clock() - since) / _TIMED_STEPS * (stepper.config.steps - number)
+                if end > until:
+                    raise TimeoutError(f"it would train for {end - until:.0f} seconds too long")
+            return take_step(stepper, batch, number)
 
         with mock.patch.object(Stepper, "step", waiting):
             yield
+
+
+def clock() -> float:
+    """`time.monotonic`, the same in every process, once the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic()
 
 
 @contextlib.contextmanager
@@ -288,6 +312,7 @@ class Runs:
         command = [sys.executable, "-m", "experiments.quality", str(given.plan), "--one", corpus, system]
         command += ["--data", str(given.data), "--work", str(given.work), *(f"--set={each}" for each in given.changes)]
         command += ["--probe"] if probed else []
+        command += [f"--until={self.deadline}"] if given.only_whole else []
         started = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
@@ -317,15 +342,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
     parser.add_argument("--workers", type=int, default=3, help="runs at a time: one trains, others compile or score")
     parser.add_argument("--seconds", type=float, default=560.0)
+    parser.add_argument("--only-whole", action="store_true", help="end runs early that would not be scored in time")
     parser.add_argument("--set", action="append", default=[], dest="changes")
     parser.add_argument("--hardware", default="a CPU")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--one", nargs=2, metavar=("CORPUS", "SYSTEM"), help="be the process of one run")
     parser.add_argument("--probe", action="store_true", help="with --one: probe it too")
+    parser.add_argument("--until", type=float, default=math.inf, help="with --one: the time.monotonic() to be done by")
     given = parser.parse_args(arguments)
     if given.one:
         corpus, system = given.one
-        result = measure(system, given.data / corpus, given.work, given.changes, given.probe)
+        try:
+            result = measure(system, given.data / corpus, given.work, given.changes, given.probe, given.until)
+        except TimeoutError as late:
+            sys.exit(f"left out: {late}")
         if result is None:
             sys.exit(STOPPED)
         print(json.dumps(result))

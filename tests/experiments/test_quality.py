@@ -65,6 +65,21 @@ def test_what_the_time_does_not_suffice_for_is_said(tmp_path: Path, capsys: pyte
     assert quality.missing(plan, lambda _: [{"system": "llama-tiny"}]) == [("books", "llama-tiny+seed=1", True)]
 
 
+def test_what_would_not_be_scored_in_time_ends_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{i} " * (90 + i))
+    prepare([str(tmp_path / "text")], tmp_path / "data" / "small", load_tokenizer("bytes"))
+    (tmp_path / "plan").write_text(f"small llama-tiny{SMALL}+steps=1000000\nsmall llama-tiny{SMALL}\n")
+    where = ["--data", str(tmp_path / "data"), "--out", str(tmp_path), "--work", str(tmp_path / "runs")]
+    sets = [f"--set={each}" for each in TINY]
+    quality.main([str(tmp_path / "plan"), *where, *sets, "--workers=1", "--seconds=300", "--only-whole"])
+    printed = capsys.readouterr().out
+    assert "steps=1000000: status 1: left out: it would train for " in printed
+    assert f"small llama-tiny{SMALL}: done" in printed
+    assert not list((tmp_path / "runs").glob("*steps=1000000/checkpoints/*"))
+
+
 def test_the_plan_names_systems_that_there_are() -> None:
     from experiments.fla_layers import PEERS
     from gss.presets import PRESETS
