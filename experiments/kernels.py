@@ -122,21 +122,22 @@ def gates(tokens: int) -> None:
     expected = (value * (inputs[2] @ inputs[3].T + inputs[4])) @ inputs[5].T
     expected.backward(grad[few].double())
     found = [t.clone().requires_grad_() for t in given]
-    out = gate.gated_output(*found, "gelu")
+    out, *_ = gate.gated_output(*found, "gelu")
     out.backward(grad[few])
     row("gate: error", error(out, expected), "relative")
     for name, a, b in zip(("gate", "b2", "y", "context", "b3", "output"), found, inputs, strict=True):
         row(f"gate: error of the gradient by {name}", error(a.grad, b.grad), "relative")
-    c, d, p = draw(tokens, F), draw(tokens, F), draw(tokens, F)
+    c, d, p, q = (draw(tokens, F) for _ in range(4))
     for bm, bn, steps, warps in ((8, 256, 64, 4), (8, 256, 16, 4), (4, 256, 64, 4), (8, 512, 64, 8), (16, 256, 32, 8)):
         name = f"{bm}x{bn}, {steps} steps, {warps} warps"
         with mock.patch.object(gate, "_TILE", {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}):
             (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
         sums = torch.empty(grid[1], 2, F, device="cuda")
-        forward = partial(gate._gate_kernel[grid], c, *given, ACTIVATION="gelu", **options)
-        backward = partial(gate._gate_backward_kernel[grid], d, c, p, sums, *given, ACTIVATION="gelu", **options)
-        row(f"gate forward {name}", milliseconds(forward))
-        row(f"gate backward {name}", milliseconds(backward))
+        options["ACTIVATION"] = "gelu"
+        row(f"gate forward {name}", milliseconds(partial(gate._gate_kernel[grid], c, p, *given, **options)))
+        for kept in (False, True):
+            backward = partial(gate._gate_backward_kernel[grid], d, c, q, p, sums, *given, KEPT=kept, **options)
+            row(f"gate backward {name}{', products kept' * kept}", milliseconds(backward))
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
 

@@ -97,9 +97,9 @@ def test_rows_next_to_zero(scale: float) -> None:
     assert out[:, 1].abs().max() <= 1e-30
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "keep"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("activation", gate.ACTIVATIONS)
-def test_gate(activation: str, biased: bool) -> None:
+def test_gate(activation: str, biased: bool, keep: bool) -> None:
     tokens, wide, narrow, width = 150, 136, 24, 40
     half = torch.float16
     inputs = [
@@ -112,7 +112,7 @@ def test_gate(activation: str, biased: bool) -> None:
 
     def on_gpu(g: Tensor, y: Tensor, w3: Tensor, w4: Tensor, *biases: Tensor) -> Tensor:
         b2, b3 = biases or (None, None)
-        return gate.gated_output(g, b2, y, w3, b3, w4, activation)
+        return gate.gated_output(g, b2, y, w3, b3, w4, activation, keep)[0]
 
     def plainly(g: Tensor, y: Tensor, w3: Tensor, w4: Tensor, *biases: Tensor) -> Tensor:
         b2, b3 = biases or (0, 0)
@@ -121,6 +121,22 @@ def test_gate(activation: str, biased: bool) -> None:
     grad = draw(tokens, width, kind=half)
     expected = gradients(plainly, [t.double() for t in inputs], grad.double())
     compare(gradients(on_gpu, inputs, grad), expected, HALF)
+
+
+def test_a_layer_that_keeps_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same gradients; without a gradient it keeps nothing."""
+    monkeypatch.setattr(fast, "half", lambda tensor: tensor.dtype)
+    layer = gss.build_model(gss.preset("gss-tiny", depth=1)).to(DEVICE).layers[0]
+    x = draw(2, 40, 128).requires_grad_()
+    found, called, call = [], [], gate.gated_output
+    monkeypatch.setattr(gate, "gated_output", lambda *inputs: called.append(call(*inputs)) or called[-1])
+    for layer.keep_products in (False, True):
+        out, _ = layer(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        layer(x)
+    assert [len(kept) for _, *both in called for kept in both] == [0, 0, 80, 80, 0, 0]
 
 
 def test_an_activation_that_the_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +176,7 @@ def test_a_mode_that_stands_still() -> None:
 def test_gate_takes_what_is_not_contiguous() -> None:
     """In decoding, y comes transposed out of an einsum."""
     g, y, w3, w4 = draw(80, 24), draw(16, 80).T, draw(24, 16), draw(8, 24)
-    found = gate.gated_output(g, None, y, w3, None, w4, "relu")
+    found, *_ = gate.gated_output(g, None, y, w3, None, w4, "relu")
     assert relative_error(found.cpu(), ((g.relu() * (y @ w3.T)) @ w4.T).cpu()) < (2e-3 if ON_GPU else 1e-5)
 
 

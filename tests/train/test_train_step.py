@@ -11,12 +11,13 @@ from train_runs import FAMILIES, small_config, window_config
 
 from gss.data import Batch, Dataset, Segments, as_tensors, open_dataset
 from gss.model import build_model
+from gss.nn.gss import GSSLayer
 from gss.nn.state_space import DiagonalStateSpace
 from gss.pieces import accumulate
 from gss.presets import PRESETS, preset
 from gss.training import loop
 from gss.training.config import TrainConfig
-from gss.training.distributed import World
+from gss.training.distributed import World, keeps_products
 from gss.training.loop import BATCHINGS
 from gss.training.step import Stepper
 from tests.conftest import WINDOW_FAMILIES
@@ -239,3 +240,13 @@ def test_rows_that_processes_cannot_share_are_refused() -> None:
     config = small_config()
     with pytest.raises(ValueError, match="cannot be divided among 3 processes"):
         Stepper(build_model(config.model), config, World(torch.device("cpu"), rank=0, size=3))
+
+
+def test_gss_layers_keep_products_where_memory_allows() -> None:
+    """Two 16-bit numbers per token and unit of the gate, in a quarter of the memory; no more is asked for."""
+    model = build_model(small_config("gss-hybrid").model)
+    gates = [layer.gate.out_features for layer in model.layers if isinstance(layer, GSSLayer)]
+    needed = 4 * 4 * 1000 * sum(gates)
+    assert 0 < len(gates) < len(model.layers)
+    assert keeps_products(model, 1000, needed)
+    assert not keeps_products(model, 1000, needed - 1)

@@ -25,6 +25,8 @@ class GSSLayer(StateSpaceLayer):
         self.context = dense(config.channels, config.gate_width, config)  # W₃
         self.output = dense(config.gate_width, config.width, config, last=True)  # W₄
         self.activation = config.activation  # φ
+        self.keep_products = False
+        """Whether wide products are kept for the backward pass on a GPU, instead of computed twice."""
 
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         return {"modes": self.state_space}
@@ -35,7 +37,7 @@ class GSSLayer(StateSpaceLayer):
         u = normalize(self.inner_norm, phi(self.inner(normed)))  # [B, L, H]
         y, modes = self.state_space(u, state and state["modes"], keep_state)
         # (y·W₃ ∗ φ(normed·W₂))·W₄ + x, in one operation because the gate is the widest thing in the layer
-        out = add_gated(x, normed, y, self.gate, self.context, self.output, self.activation)
+        out = add_gated(x, normed, y, self.gate, self.context, self.output, self.activation, self.keep_products)
         return out, {"modes": modes} if keep_state else {}
 
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan:

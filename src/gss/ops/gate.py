@@ -1,5 +1,6 @@
 """The gate of a GSS layer: (φ(xW₂ᵀ + b₂) ∗ (yW₃ᵀ + b₃))·W₄ᵀ + b₄, added to the residual stream."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,10 +11,17 @@ _LEAST_TOKENS = 64
 
 
 def add_gated(
-    stream: Tensor, x: Tensor, y: Tensor, gate: nn.Linear, context: nn.Linear, output: nn.Linear, activation: str
+    stream: Tensor,
+    x: Tensor,
+    y: Tensor,
+    gate: nn.Linear,
+    context: nn.Linear,
+    output: nn.Linear,
+    activation: str,
+    keep: bool = False,
 ) -> Tensor:
     """The stream [B, L, E] and what the gate makes of x [B, L, E], y [B, L, H] and the dense layers W₂ [F, E],
-    W₃ [F, H], W₄ [E, F].
+    W₃ [F, H], W₄ [E, F]. If `keep`, GPU kernels keep the wide products for the backward pass.
     """
     if (out := gate_in_fp8(x, y, gate, context, output, activation)) is not None:
         return out + stream
@@ -25,7 +33,8 @@ def add_gated(
             before = F.linear(x.to(half), gate.weight.to(half)).flatten(0, 1)
             operands = (gate.bias, y.flatten(0, 1), context.weight, context.bias, output.weight)
             cast = (None if t is None else t.to(half) for t in operands)
-            out = kernels.gated_output(before, *cast, activation).unflatten(0, x.shape[:2])
+            out, *_ = kernels.gated_output(before, *cast, activation, keep and torch.is_grad_enabled())
+            out = out.unflatten(0, x.shape[:2])
             if fast.without_gradients():
                 from gss.ops.gpu.stream import added
 

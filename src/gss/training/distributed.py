@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gss.io.devices import pick_device
 from gss.model import LanguageModel
 from gss.nn.context import Context
+from gss.nn.gss import GSSLayer
 from gss.training.config import TrainConfig
 
 
@@ -102,13 +103,27 @@ def joined(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def prepare_layers(model: LanguageModel, config: TrainConfig) -> None:
-    """Apply activation checkpointing and compilation to each layer in place; parameters keep their names."""
+def prepare_layers(model: LanguageModel, config: TrainConfig, tokens: int) -> None:
+    """Apply activation checkpointing and compilation to each layer in place; parameters keep their names.
+
+    GSS layers keep what they can where memory allows it, for the `tokens` that are differentiated at once.
+    """
+    keep = not config.activation_checkpointing and model.device.type == "cuda"
+    if keep and keeps_products(model, tokens, torch.cuda.get_device_properties(model.device).total_memory):
+        for layer in model.layers:
+            if isinstance(layer, GSSLayer):
+                layer.keep_products = True
     for layer in model.layers:
         if config.activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if config.compile:
             layer.compile()
+
+
+def keeps_products(model: LanguageModel, tokens: int, memory: int) -> bool:
+    """Whether two 16-bit numbers per token and unit of every gate take at most a quarter of so many bytes."""
+    widths = [layer.gate.out_features for layer in model.layers if isinstance(layer, GSSLayer)]
+    return 4 * 2 * 2 * tokens * sum(widths) <= memory
 
 
 def shard(model: LanguageModel, world: World) -> None:

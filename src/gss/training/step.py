@@ -67,7 +67,10 @@ class Stepper:
         self._compiled_length: int | None = None
         self.precision = resolved_for_training(config.precision, self.model)
         self.lanes: ModelState | None = None
-        prepare_layers(self.model, config)
+        at_once = config.micro_batch_tokens or config.batch_tokens // self.replicas
+        if config.piece_tokens:
+            at_once = at_once // config.longest * config.piece_tokens
+        prepare_layers(self.model, config, at_once // sharing)
         self._module: nn.Module = LossModule(self.model)
         if world.size > 1 and config.parallel.strategy == "fsdp2":
             shard(self.model, world)

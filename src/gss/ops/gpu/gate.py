@@ -2,9 +2,9 @@
 
 The gate has the widest tensors in a layer (F = 4E). On a GPU, the time around the matrix products is the time to read
 and write tensors of that width. One kernel per direction does everything that is not a matrix product. The forward
-kernel reads g and yW₃ᵀ and overwrites the latter with their gated product. The backward kernel reads these and the
-product's gradient, and writes the three tensors that the products need, summing the biases' gradients as it goes. W₃ is
-narrow (H = E/4), so yW₃ᵀ is recomputed rather than stored. Only g and y are saved for the backward pass.
+kernel reads g and yW₃ᵀ and writes their gated product. The backward kernel reads these and the product's gradient, and
+writes the three tensors that the products need, summing the biases' gradients as it goes. W₃ is narrow (H = E/4), so
+yW₃ᵀ and the gated product are computed again there, and only g and y are saved; where memory allows, both are kept.
 """
 
 import torch
@@ -37,12 +37,18 @@ def gated_output(
     context_bias: Tensor | None,
     output: Tensor,
     activation: str,
-) -> Tensor:
-    """(φ(gate + b₂) ∗ (y·contextᵀ + b₃))·outputᵀ for gate [M, F], y [M, H], context [F, H], output [E, F]: [M, E]."""
-    product = y @ context.T
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(φ(gate + b₂) ∗ (y·contextᵀ + b₃))·outputᵀ for gate [M, F], y [M, H], context [F, H], output [E, F]: [M, E].
+
+    And for the gradient alone, if `keep`, y·contextᵀ and the gated product, [M, F].
+    """
+    wide = y @ context.T
+    product = torch.empty_like(wide) if keep else wide
     grid, options = _launch(gate)
-    _gate_kernel[grid](product, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options)
-    return product @ output.T
+    _gate_kernel[grid](wide, product, gate, gate_bias, context_bias, *gate.shape, ACTIVATION=activation, **options)
+    kept = (wide, product) if keep else (gate.new_empty(0), gate.new_empty(0))
+    return product @ output.T, *kept
 
 
 @fast.operation("gss::gated_output_backward")
@@ -55,44 +61,51 @@ def gated_output_backward(
     context_bias: Tensor | None,
     output: Tensor,
     activation: str,
+    wide: Tensor,
+    product: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `gated_output` with respect to gate, y, context, output and, [2, F], the two biases."""
-    grad_gate, product, grad_context = grad @ output, y @ context.T, torch.empty_like(gate)
+    kept = len(product) > 0
+    if not kept:
+        wide = product = y @ context.T
+    grad_gate, grad_context = grad @ output, torch.empty_like(gate)
     grid, options = _launch(gate)
     sums = torch.empty(grid[1], 2, gate.shape[1], device=gate.device)
-    biases = (gate_bias, context_bias)
     _gate_backward_kernel[grid](
-        grad_gate, product, grad_context, sums, gate, *biases, *gate.shape, ACTIVATION=activation, **options
-    )
+        grad_gate, wide, product, grad_context, sums, gate, gate_bias, context_bias, *gate.shape,
+        ACTIVATION=activation, KEPT=kept, **options,
+    )  # fmt: skip
     grad_output = grad.T @ product
-    del product
+    del wide, product
     return grad_gate, grad_context @ context, grad_context.T @ y, grad_output, sums.sum(0)
 
 
 @gated_output.register_fake
-def _(gate, gate_bias, y, context, context_bias, output, activation):
-    return gate.new_empty(gate.shape[0], output.shape[0])
+def _(gate, gate_bias, y, context, context_bias, output, activation, keep=False):
+    kept = (torch.empty_like(gate), torch.empty_like(gate)) if keep else (gate.new_empty(0), gate.new_empty(0))
+    return gate.new_empty(gate.shape[0], output.shape[0]), *kept
 
 
 @gated_output_backward.register_fake
-def _(grad, gate, gate_bias, y, context, context_bias, output, activation):
+def _(grad, gate, gate_bias, y, context, context_bias, output, activation, wide, product):
     grad_biases = gate.new_empty(2, gate.shape[1], dtype=torch.float32)
     return (*(torch.empty_like(t) for t in (gate, y, context, output)), grad_biases)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.activation, _ = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx, grad):
-    gate, gate_bias, y, context, context_bias, output = ctx.saved_tensors
+def _backward(ctx, grad, *_):
+    gate, gate_bias, y, context, context_bias, output, *kept = ctx.saved_tensors
     grad_gate, grad_y, grad_context, grad_output, grad_biases = gated_output_backward(
-        grad.contiguous(), gate, gate_bias, y, context, context_bias, output, ctx.activation
+        grad.contiguous(), gate, gate_bias, y, context, context_bias, output, ctx.activation, *kept
     )
     grad_gate_bias = None if gate_bias is None else grad_biases[0].to(gate_bias.dtype)
     grad_context_bias = None if context_bias is None else grad_biases[1].to(context_bias.dtype)
-    return grad_gate, grad_gate_bias, grad_y, grad_context, grad_context_bias, grad_output, None
+    return grad_gate, grad_gate_bias, grad_y, grad_context, grad_context_bias, grad_output, None, None
 
 
 gated_output.register_autograd(_backward, setup_context=_save)
@@ -150,10 +163,11 @@ def _load_bias(bias, n, width, BN: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(
-    context, gate, gate_bias, context_bias, rows, width,
+    context, product, gate, gate_bias, context_bias, rows, width,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """φ(gate + b₂) ∗ (context + b₃), [M, F], in the place of `context`; a program goes down its columns."""
+    """The product φ(gate + b₂) ∗ (context + b₃), [M, F], perhaps in the place of `context`; a program goes down its
+    columns."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     b2 = _load_bias(gate_bias, n, width, BN)
     b3 = _load_bias(context_bias, n, width, BN)
@@ -164,16 +178,16 @@ def _gate_kernel(
         g = _load(gate + where, mask, EVEN).to(tl.float32) + b2
         c = _load(context + where, mask, EVEN).to(tl.float32) + b3
         value, _ = _activate_with_slope(g, ACTIVATION)
-        _store(context + where, (value * c).to(context.dtype.element_ty), mask, EVEN)
+        _store(product + where, (value * c).to(product.dtype.element_ty), mask, EVEN)
 
 
 @triton.jit
 def _gate_backward_kernel(
-    grad, context, grad_context, sums, gate, gate_bias, context_bias, rows, width,
-    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
+    grad, context, product, grad_context, sums, gate, gate_bias, context_bias, rows, width, ACTIVATION: tl.constexpr,
+    KEPT: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of that product: in its place the one with respect to the gate, `grad_context`, the product in
-    the place of `context`, and the sums over a program's rows of both gradients."""
+    """From the gradient of that product: in its place the one with respect to the gate, `grad_context`, the product
+    unless it was kept, and the sums over a program's rows of both gradients."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     b2 = _load_bias(gate_bias, n, width, BN)
     b3 = _load_bias(context_bias, n, width, BN)
@@ -190,7 +204,8 @@ def _gate_backward_kernel(
         value, slope = _activate_with_slope(g, ACTIVATION)
         by_context = value * d
         by_gate = slope * c * d
-        _store(context + where, (value * c).to(kind), mask, EVEN)
+        if not KEPT:
+            _store(product + where, (value * c).to(kind), mask, EVEN)
         _store(grad_context + where, by_context.to(kind), mask, EVEN)
         _store(grad + where, by_gate.to(kind), mask, EVEN)
         gate_sum += by_gate
