@@ -1,7 +1,7 @@
 """Our studies and measurements, and the pages they make: in the root of a checkout, `python -m experiments.NAME`.
 
-quality, recall      models of one size on the same tokens (quality.plan lists the runs, fla_layers has other libraries'
-                     layers); small models on generated tasks
+quality, recall      models of one size on the same tokens (quality.plan lists the runs, corpora prepares what they
+                     read, fla_layers has other libraries' layers); small models on generated tasks
 results_page         fills docs/results.md, docs/results-all-runs.md and README.md from benchmarks/results: best_recipe
                      has the tables of `quality`, paper_recipe those of `gss reproduce`, plots the figures, compare the
                      statistics; page replaces what is between markers
