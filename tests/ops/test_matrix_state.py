@@ -86,6 +86,15 @@ def test_float32_and_bfloat16_stay_close_over_many_chunks() -> None:
         assert relative_error(y.double(), expected) < tolerance
 
 
+def test_gates_are_as_precise_after_many_tokens() -> None:
+    """The sum of log g reaches −1,000 here, where float32 would round a ratio of gates to 6e-5."""
+    *operands, _ = (t.detach() for t in inputs(8192, batch=1))
+    log_gates = 0.5 * gates(operands[0]).detach() - 0.05
+    expected, _ = scan(*operands, log_gates=log_gates)
+    found, _ = scan(*(t.float() for t in operands[:3]), operands[3], log_gates=log_gates.float())
+    assert relative_error(found[:, -512:].double(), expected[:, -512:]) < 2e-6
+
+
 def test_single_tokens_do_not_drift() -> None:
     """A factor that is rounded turns and shrinks a slow mode the same wrong way each time."""
     q, k, v, *_ = (t.detach() for t in inputs(3000, batch=1, heads=1, modes=8, values=1))

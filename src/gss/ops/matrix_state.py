@@ -123,8 +123,9 @@ def _scan_chunks(
 def from_middles(
     queries: Tensor, keys: Tensor, log_gates: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys, in float32 at least, as seen from the middle of their chunk; M [B, chunks, h] there; and what
-    the state is multiplied by from the start to the first middle, and from the last to the end."""
+    """Queries and keys, in float32 at least, as seen from the middle of their chunk; M [B, chunks, h] there, in float64
+    because it grows with the sequence; and what the state is multiplied by from the start to the first middle, and
+    from the last to the end."""
     total = log_gates.double().cumsum(1)
     length = total.shape[1]
     middles = torch.arange(chunk // 2, length + chunk // 2, chunk, device=total.device).clamp(max=length - 1)
@@ -133,7 +134,7 @@ def from_middles(
     kind = torch.promote_types(queries.dtype, torch.float32)
     queries, keys = queries * ratio.to(kind).exp(), keys * (-ratio).to(kind).exp()
     into, out = (t.exp().to(kind)[..., None, None] for t in (frames[:, 0], total[:, -1] - frames[:, -1]))
-    return queries, keys, frames.to(kind), into, out
+    return queries, keys, frames, into, out
 
 
 def left(keys: Tensor, values: Tensor, rate: Tensor, log_gates: Tensor | None = None, chunk: int = 4096) -> Tensor:

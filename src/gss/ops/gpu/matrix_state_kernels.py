@@ -153,7 +153,7 @@ def _store_state(at, mask, re, im, FURTHER: tl.constexpr):
 def _faded(frames, chunk, other, heads, head):
     """What is left of a state seen from a chunk's middle at another's, later one's."""
     there = tl.load(frames + other.to(tl.int64) * heads + head)
-    return tl.exp(there - tl.load(frames + chunk.to(tl.int64) * heads + head))
+    return tl.exp((there - tl.load(frames + chunk.to(tl.int64) * heads + head)).to(tl.float32))
 
 
 @triton.jit
