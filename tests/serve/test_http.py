@@ -236,7 +236,10 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
     assert (answer["object"], choice["finish_reason"]) == ("chat.completion", "length")
     events = client.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
-    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta["content"] for delta in deltas) == text.lstrip()
+    first = next(place for place, delta in enumerate(deltas) if delta["content"])
+    assert [place for place, delta in enumerate(deltas) if "role" in delta] == list(range(first + 1))
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     for wrong in ({"messages": []}, {"messages": [{"role": "cat", "content": "x"}]}, {"tools": []}):
         assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400

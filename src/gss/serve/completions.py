@@ -100,6 +100,7 @@ class ActiveCompletion:
         self._prompts: list[Prompt] = []
         self._jobs: list[Job] = []
         self._produced = 0
+        self._begun: set[int] = set()
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if chat else "text_completion",
@@ -248,9 +249,13 @@ class ActiveCompletion:
         """A choice as the client wants it, whole or as a part of a stream."""
         if not self._chat:
             return choice
-        said = {"role": "assistant", "content": choice["text"].lstrip() if whole else choice["text"]}
+        index, said = choice["index"], {"content": choice["text"]}
+        if index not in self._begun:  # a stream names the role up to the first text, which follows no space
+            said = {"role": "assistant", "content": choice["text"].lstrip()}
+            if said["content"]:
+                self._begun.add(index)
         part = {"message" if whole else "delta": said}
-        return {"index": choice["index"], **part, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        return {"index": index, **part, "logprobs": None, "finish_reason": choice["finish_reason"]}
 
     async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
         """What is new, as choices: the prompts where they are echoed, then pieces as they come, to the last."""
