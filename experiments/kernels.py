@@ -133,10 +133,13 @@ def gates(tokens: int) -> None:
         with mock.patch.object(gate, "_TILE", {"BM": bm, "BN": bn, "STEPS": steps, "num_warps": warps}):
             (grid, options), given = gate._launch(g), (g, b2, b3, *g.shape)
         sums = torch.empty(grid[1], 2, F, device="cuda")
-        options["ACTIVATION"] = "gelu"
-        row(f"gate forward {name}", milliseconds(partial(gate._gate_kernel[grid], c, p, *given, **options)))
+        row(
+            f"gate forward {name}",
+            milliseconds(partial(gate._gate_kernel[grid], c, p, *given, ACTIVATION="gelu", **options)),
+        )
         for kept in (False, True):
-            backward = partial(gate._gate_backward_kernel[grid], d, c, q, p, sums, *given, KEPT=kept, **options)
+            kernel = gate._gate_backward_kernel[grid]
+            backward = partial(kernel, d, c, q, p, sums, *given, ACTIVATION="gelu", KEPT=kept, **options)
             row(f"gate backward {name}{', products kept' * kept}", milliseconds(backward))
     row("product by W4", milliseconds(lambda: p @ w4.T))
     row("product by W3", milliseconds(lambda: y @ w3.T))
