@@ -134,6 +134,39 @@ def test_another_optimizer_starts_afresh(corpus: Path, tmp_path: Path) -> None:
     assert {state["step"] for state in saved.values()} == {2}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("how", ["another owner", "missing", "nothing", "no scalars", "another shape", "fewer lanes"])
+def test_a_state_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path, optimizer: str, how: str) -> None:
+    config = small_config("gss", batching="lanes", optimizer__name=optimizer, steps=1)
+    run(config, corpus, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    saved = checkpoint.load(folder / "step-00000001")
+    tensors, trainer = saved.tensors, saved.trainer
+    state, owner = tensors["optimizer"], "layers.0.gate.weight"
+    own = [name for name in state if name.startswith(f"{owner}:")]
+    if how == "another owner":
+        state["layers.7.gate.weight:momentum"] = torch.zeros(2)
+        message = r"does not fit this run: layers\.7\.gate\.weight:momentum has shape \[2\] there, none here"
+    elif how == "missing":
+        del state[own[0]]
+        message = rf"does not fit this run: {own[0]} has shape none there, \["
+    elif how == "nothing":
+        tensors["optimizer"], trainer["optimizer"] = {}, {}
+        message = r"does not fit this run: .* has shape none there, \["
+    elif how == "no scalars":
+        trainer["optimizer"] = {}
+        message = r"does not fit this run: .*:step has shape none there, \[\] here"
+    elif how == "another shape":
+        state[own[-1]] = state[own[-1]].repeat(2, 1)
+        message = rf"does not fit this run: {own[-1]} has shape \[.* there, \[.* here; resume with the settings"
+    else:
+        tensors["lanes"] = {name: tensor[:-1].contiguous() for name, tensor in tensors["lanes"].items()}
+        message = r"carries the states of 3 rows, but this run has 4: resume with the settings"
+    checkpoint.save(folder, 1, tensors, trainer)
+    with pytest.raises(ValueError, match=message):
+        train(config, corpus, tmp_path / "run", quiet=True)
+
+
 @pytest.mark.parametrize("trainer", ["{}", '{"config": [], "data": {}, "optimizer": {}}', '{"imported": true}'])
 def test_a_checkpoint_without_training_is_refused(corpus: Path, tmp_path: Path, trainer: str) -> None:
     config = small_config(steps=1)

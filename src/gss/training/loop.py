@@ -238,9 +238,8 @@ class _Run:
         start.refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
-        if "optimizer.name" in differences(saved.trainer["config"], self.config):  # another one starts afresh
-            saved.tensors[checkpoint.OPTIMIZER], saved.trainer["optimizer"] = {}, {}
-        snapshot.restore(self.stepper, saved.tensors, saved.trainer["optimizer"])
+        afresh = "optimizer.name" in differences(saved.trainer["config"], self.config)  # as another one must
+        snapshot.restore(self.stepper, saved.tensors, None if afresh else saved.trainer["optimizer"])
         self.step = self._saved_at = step
 
     def _find_checkpoint(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gss.io.checkpoint import LANES, MODEL, OPTIMIZER
 from gss.nn.state import ModelState
@@ -17,6 +18,7 @@ from gss.training.distributed import like, reshard, whole
 from gss.training.step import Stepper
 
 Groups = dict[str, dict[str, Tensor]]
+_OTHERWISE = "resume with the settings it was saved with, or start anew from its weights, with --from and another --out"
 
 
 def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
@@ -41,30 +43,57 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
 
 
 @torch.no_grad()
-def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]) -> None:
-    """Load a snapshot into a new stepper of the same model, on any number of processes."""
+def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any] | None) -> None:
+    """Load a snapshot into a new stepper of the same model, on any number of processes.
+
+    Without the scalars of its optimizer, the stepper's starts afresh.
+    """
     parameters, saved = dict(stepper.model.named_parameters()), groups[MODEL]
     if odd := sorted(parameters.keys() ^ saved.keys()):
         raise ValueError(f"the checkpoint belongs to another model: {', '.join(odd[:4])} … are in only one of the two")
-    state: dict[str, dict[str, Any]] = {}
-    for name, tensor in groups[OPTIMIZER].items():
-        owner, _, key = name.rpartition(":")
-        state.setdefault(owner, {})[key] = tensor
     for name, parameter in parameters.items():
         if parameter.shape != saved[name].shape:
             raise ValueError(
                 f"the checkpoint belongs to another model: {name} has shape {list(saved[name].shape)} there, "
                 f"{list(parameter.shape)} here"
             )
+    if scalars is not None:
+        state = dict(groups.get(OPTIMIZER, {}))
+        for name, values in scalars.items():
+            state |= {f"{name}:{key}": torch.tensor(value) for key, value in values.items()}
+        _restore_optimizer(stepper, parameters, state)
+    for name, parameter in parameters.items():
         parameter.copy_(like(saved[name], parameter))
-        own: dict[str, Any] = {key: like(tensor, parameter) for key, tensor in state.get(name, {}).items()}
-        for key, value in scalars.get(name, {}).items():
-            own[key] = torch.tensor(value, device=parameter.device)  # float32, as torch's optimizers count steps
-        stepper.optimizer.state[parameter] = own
     if stepper.lanes is not None:
-        if LANES not in groups:
-            raise ValueError("the checkpoint has no carried states: it was not trained with lanes")
-        count = stepper.lanes.batch
-        rows = {name: tensor[count * stepper.replica :][:count] for name, tensor in groups[LANES].items()}
-        stepper.lanes = ModelState.from_named(rows).to(stepper.world.device)
+        count, lanes = stepper.lanes.batch, groups.get(LANES, {})
+        rows, needed = min((len(tensor) for tensor in lanes.values()), default=0), count * stepper.replicas
+        if rows < needed:
+            raise ValueError(
+                f"the checkpoint carries the states of {rows} rows, but this run has {needed}: {_OTHERWISE}"
+            )
+        own = {name: tensor[count * stepper.replica :][:count] for name, tensor in lanes.items()}
+        stepper.lanes = ModelState.from_named(own).to(stepper.world.device)
         stepper.model.check_state(stepper.lanes, count)
+
+
+def _restore_optimizer(stepper: Stepper, parameters: Mapping[str, Parameter], saved: Mapping[str, Tensor]) -> None:
+    """Fill the state that the optimizer itself makes in a step without gradient, which also moves the parameters."""
+    optimizer = stepper.optimizer
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    made = {
+        f"{name}:{key}": (value, parameter)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+    there = {name: list(tensor.shape) for name, tensor in saved.items()}
+    here = {name: list(value.shape) for name, (value, _) in made.items()}
+    if odd := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+        raise ValueError(
+            f"the checkpoint's optimizer state does not fit this run: {odd[0]} has shape "
+            f"{there.get(odd[0], 'none')} there, {here.get(odd[0], 'none')} here; {_OTHERWISE}"
+        )
+    for name, (value, parameter) in made.items():
+        value.copy_(like(saved[name], parameter) if value.ndim else saved[name])
