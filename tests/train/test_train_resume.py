@@ -199,11 +199,12 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path, resumed: Path) -> N
         run(small_config(), other, resumed)
 
 
-def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+@pytest.mark.parametrize("name", ["notes.txt", "config.json"])
+def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="is not empty and is not a run folder"):
         run(small_config(), corpus, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"model_type": "llama"}'}
 
 
 def test_two_processes_cannot_train_in_one_folder(corpus: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give a folder for the run")
-        ours = ("lock", "config.json")
+        ours = ("lock", "data.json")  # a model of another library has a config.json, too, which must not be replaced
         if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path / name).exists() for name in ours):
             raise ValueError(f"{self.path} is not empty and is not a run folder: give another --out")
         for written in (self.path / "lock", self.metrics):
