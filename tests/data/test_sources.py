@@ -89,6 +89,18 @@ def test_parquet_rows_are_documents(tmp_path: Path, texts: list[str]) -> None:
         prepared(tmp_path, tmp_path / "other", field="body")
 
 
+def test_a_parquet_row_that_is_not_utf8_is_left_out_alone(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    stored = pyarrow.array([b"first", b"\xff", b"third"], pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(3, *stored.buffers()[1:])
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "rows.parquet")
+    found = prepared(tmp_path / "rows.parquet", tmp_path / "out")
+    assert sorted(text for split in found.values() for text in split.values()) == ["first", "third"]
+    left_out = {"invalid UTF-8": {"documents": 1, "first": ["rows.parquet@0.1"]}}
+    assert read_manifest(tmp_path / "out").left_out == left_out
+
+
 def test_a_long_text_is_one_document_however_it_is_stored(tmp_path: Path) -> None:
     chooser = random.Random(0)
     text = "".join("é" * chooser.randrange(70) + "\n" for _ in range(5 * CHUNK // 70))

@@ -205,8 +205,12 @@ def _read_parquet(span: Span) -> Iterator[SourceDocument]:
             number = 0
             for batch in file.iter_batches(16, row_groups=[group], columns=[span.field], use_threads=False):
                 for value in batch.column(0):
-                    yield _row_document(f"{span.name}@{group}.{number}", value.as_py())
+                    name = f"{span.name}@{group}.{number}"
                     number += 1
+                    try:
+                        yield _row_document(name, value.as_py())
+                    except UnicodeDecodeError:
+                        yield SourceDocument(name, reason=chunks.INVALID_UTF8)
 
 
 def _read_article(span: Span) -> Iterator[SourceDocument]:
