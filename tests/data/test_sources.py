@@ -40,6 +40,7 @@ def test_text_files_are_documents(tmp_path: Path, texts: list[str], ending: str)
         where = folder / "deep" if number % 2 else folder
         compress(where / f"{number}.txt", text.encode(), ending)
     (folder / "README.rst").write_text("not a document")
+    write_files(folder, {".hidden.txt": "not a document", ".venv/licenses/MIT.txt": "not a document"})
     found = prepared(folder, tmp_path / "out")
     assert sorted(text for split in found.values() for text in split.values()) == sorted(texts)
     assert f"corpus/deep/1.txt{ending}" in {name for split in found.values() for name in split}

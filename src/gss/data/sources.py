@@ -80,8 +80,8 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
 def list_files(source: str, options: SourceOptions) -> list[Span]:
     """The file that is named, or every file under the folder that is, each as a span; none where there is neither.
 
-    They come in the order of their names, a folder's own files before those further down. Hidden files are left out.
-    A file that is not text has an empty kind.
+    They come in the order of their names, a folder's own files before those further down. Hidden files are left out,
+    as is everything in hidden folders. A file that is not text has an empty kind.
     """
 
     def whole(path: str, name: str, size: int, stamp: int) -> Span:
@@ -102,7 +102,7 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
         *folders, own = file.name.split("/")
         return [*((True, folder) for folder in folders), (False, own)]
 
-    return sorted((file for file in found if "/." not in file.name[file.name.rfind("/") :]), key=place)
+    return sorted((file for file in found if "/." not in file.name), key=place)
 
 
 def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
