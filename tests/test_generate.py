@@ -100,8 +100,8 @@ def test_a_state_is_kept_in_a_file_and_branched(tmp_path) -> None:
     model = gss.build_model(small_config("gss-hybrid"))
     context = torch.randint(0, 61, (1, 40))
     _, state = read(model, context)
-    save_state(state, tmp_path / "context.safetensors")
-    kept = load_state(tmp_path / "context.safetensors")
+    save_state(state, tmp_path / "new" / "context.safetensors")
+    kept = load_state(tmp_path / "new" / "context.safetensors")
     questions = [[5, 6], [7, 8]]
     answers = side_by_side(model, questions, max_tokens=10, sampling=GREEDY, state=kept)
     for question, answer in zip(questions, answers, strict=True):

@@ -93,7 +93,6 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
         description = {name: getattr(self, name) for name in ("vocab_size", "eos", "eos_id", "hash")}
         if self.file_name is not None:
             write_file(target / self.file_name, self.content)

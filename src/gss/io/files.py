@@ -20,8 +20,9 @@ _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT",
 
 
 def write_file(path: str | Path, content: bytes | str) -> None:
-    """Write a file completely or not at all; text is UTF-8 with `\\n` line endings."""
+    """Write a file completely or not at all, in a folder made if need be; text is UTF-8 with `\\n` line endings."""
     aside = _aside(Path(path))
+    aside.parent.mkdir(parents=True, exist_ok=True)
     aside.unlink(missing_ok=True)  # an untrusted folder may hold a link of that name, which would be followed
     try:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)

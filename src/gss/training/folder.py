@@ -98,9 +98,7 @@ class RunFolder:
 
     def write_sample(self, step: int, text: str) -> None:
         """Write a sample of text."""
-        folder = self.path / "samples"
-        folder.mkdir(exist_ok=True)
-        write_file(folder / f"step-{step:08d}.txt", text + "\n")
+        write_file(self.path / "samples" / f"step-{step:08d}.txt", text + "\n")
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:
