@@ -135,6 +135,7 @@ def test_goes_out_and_comes_back() -> None:
         (["late_length=8192", "batching=lanes"], "late_length does not work with lanes"),
         (["late_share=1"], "late_share must be over 0 and under 1"),
         (["steps=0"], "steps must be at least 1"),
+        (["seed=18446744073709551616"], "seed must be at least -9223372036854775808 and under 18446744073709551616"),
         (["batching=rows"], "batching cannot be 'rows'; choose from: segments, lanes, packed"),
         (["parallel=fsdp"], "parallel.strategy cannot be 'fsdp'; choose from: ddp, fsdp2"),
         (["parallel.context=0"], "parallel.context must be at least 1"),

@@ -128,7 +128,7 @@ class TrainConfig(Checked):
     """Rank of the LoRA updates of every dense layer of `start`; everything else is frozen. None: no LoRA."""
     tune: Literal["all", "state"] = "all"
     """What is trained: the weights, or only the initial state, with the model of `start` frozen."""
-    seed: int = 0
+    seed: int = limited(0, ge=-(2**63), lt=2**64)
     """Determines the initial weights and the order of the data."""
     steps: int = limited(125_000, ge=1)
     """Optimizer steps."""
