@@ -83,6 +83,8 @@ def test_training_replaces_a_vocabulary_and_nothing_else(tmp_path: Path) -> None
     (corpus / "a.txt").write_text("one two three four five six seven\n" * 50)
     with pytest.raises(ValueError, match="holds no vocabulary: choose another --out"):
         train_tokenizer([str(corpus)], corpus, vocab_size=300, force=True)
+    with pytest.raises(ValueError, match="holds no vocabulary: choose another --out"):
+        train_tokenizer([str(corpus)], next(corpus.glob("*.txt")), vocab_size=300, force=True)
     assert [path.name for path in corpus.iterdir()] == ["a.txt"]
     load_tokenizer("bytes").save(tmp_path / "v")
     trained = train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=300, force=True)

@@ -54,7 +54,7 @@ def train_tokenizer(
     if vocab_size < SMALLEST:
         raise ValueError(f"a vocabulary with bytes for rare characters needs at least {SMALLEST} ids, not {vocab_size}")
     target = Path(out)
-    if target.exists() and any(target.iterdir()):
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         if not (target / DESCRIPTION).is_file():
             raise ValueError(f"{target} is not empty and holds no vocabulary: choose another --out")
         if not force:
