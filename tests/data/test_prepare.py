@@ -23,6 +23,8 @@ from gss.data.chunks import CHUNK
 from gss.data.parts import check_shares, token_dtype
 from gss.data.shards import write_manifest
 from gss.data.tokenizer import ByteTokenizer
+from gss.data.tokenizer_training import train_tokenizer
+from gss.io.files import written_folder
 from tests.conftest import posix
 
 BYTES = load_tokenizer("bytes")
@@ -436,3 +438,17 @@ def test_line_ends_and_byte_order_marks_of_windows(tmp_path: Path) -> None:
         assert contents(out)["train"] == {"there/a.txt": text, "there/rows.jsonl@0": "a\r\nb"}
     prepare([str(tmp_path / "there" / "a.txt")], tmp_path / "cut", BYTES, valid=0.5, workers=1)
     assert "".join(text for split in contents(tmp_path / "cut").values() for text in split.values()) == text
+
+
+def test_the_current_folder_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_files(tmp_path / "c", {"a.txt": "some text\n" * 50})
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for make in (
+        lambda: prepare([str(source)], ".", BYTES, workers=1),
+        lambda: train_tokenizer([str(source)], ".", vocab_size=300),
+        lambda: written_folder(Path()).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"^\. cannot be replaced as a whole: name a folder inside it"):
+            make()
+    assert list(Path().iterdir()) == []

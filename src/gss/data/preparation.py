@@ -36,7 +36,7 @@ from gss.data.shards import (
 )
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
-from gss.io.files import explained_full_disk, lock, write_file
+from gss.io.files import explained_full_disk, lock, require_name, write_file
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -171,6 +171,7 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
 
     Refuses a folder that holds a source: everything in it is deleted in the end.
     """
+    require_name(target)
     work = target.with_name(target.name + ".preparing")
     paths = {Path(span.path) for span in spans if not is_url(span.path)}
     parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}

@@ -24,6 +24,7 @@ from gss.data.formats import Span, read_span
 from gss.data.preparation import usable_cores
 from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import DESCRIPTION, SPACE_MARK, SentencePieceTokenizer, load_tokenizer
+from gss.io.files import require_name
 
 MODELS = ("unigram", "bpe")
 # Pieces of their own, as the library's trainer reads lines and never sees the ends of them.
@@ -54,6 +55,7 @@ def train_tokenizer(
     if vocab_size < SMALLEST:
         raise ValueError(f"a vocabulary with bytes for rare characters needs at least {SMALLEST} ids, not {vocab_size}")
     target = Path(out)
+    require_name(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         if not (target / DESCRIPTION).is_file():
             raise ValueError(f"{target} is not empty and holds no vocabulary: choose another --out")

@@ -37,8 +37,15 @@ def write_json(path: str | Path, values: Any) -> None:
     write_file(path, json.dumps(values, indent=2) + "\n")
 
 
+def require_name(target: Path) -> None:
+    """Refuse the current folder as a target, since nothing can be put in its place."""
+    if not target.name:
+        raise ValueError(f"{target} cannot be replaced as a whole: name a folder inside it")
+
+
 def require_new(target: Path) -> None:
     """Refuse a target that exists, unless it is an empty folder."""
+    require_name(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: choose another")
 
