@@ -67,6 +67,8 @@ def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: P
     tune(corpus, tmp_path / "exported", tmp_path / "from-exported")
     tune(corpus, finished, tmp_path / "from-run")
     assert final_files(tmp_path / "from-exported", 12) == final_files(tmp_path / "from-run", 12)
+    with pytest.raises(ValueError, match="exported is not empty and is not a run folder: give another --out"):
+        gss.train("gss-tiny", corpus, tmp_path / "exported", quiet=True)
     assert gss.load("box").tokenizer.hash == gss.load().tokenizer.hash
     with pytest.raises(ValueError, match=r"a different vocabulary from that of box.*prepare the text again"):
         tune(corpus, Path("box"), tmp_path / "no")

@@ -79,7 +79,7 @@ def plan(
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
     dataset = open_dataset(data, verify=False)
     vocabulary: int | None = dataset.vocab_size
-    if recipe is None and (Path(out) / "config.json").is_file():
+    if recipe is None and (Path(out) / "data.json").is_file():  # not by config.json, which an exported folder has, too
         begun = from_mapping(TrainConfig, read_config(Path(out)))
         if preset in (None, begun.preset):
             return resolve(None, None, sets, None, begun), f"using the settings of the run in {out}"
