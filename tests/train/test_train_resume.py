@@ -291,6 +291,16 @@ def test_a_disk_that_fills_up_stops_the_run(
     assert run(small_config(), corpus, tmp_path / "run") == straight
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_metrics_on_a_full_disk(tmp_path: Path) -> None:
+    folder = loop.RunFolder(tmp_path)
+    folder.metrics = Path("/dev/full")
+    with pytest.raises(
+        OSError, match=r"no space left to write /dev/full .*run the same command again; it resumes from"
+    ):
+        folder.append_metrics([{"step": 1}])
+
+
 def test_the_run_folder_explains_itself(corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     out = tmp_path / "run"

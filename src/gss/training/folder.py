@@ -18,7 +18,7 @@ from gss.config import to_mapping
 from gss.data import Dataset
 from gss.data.shards import MANIFEST
 from gss.io import checkpoint
-from gss.io.files import lock, read_json, write_file, write_json
+from gss.io.files import explained_full_disk, lock, read_json, write_file, write_json
 from gss.io.runs import read_metrics
 from gss.training.config import TrainConfig
 
@@ -93,7 +93,8 @@ class RunFolder:
 
     def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows."""
-        with self.metrics.open("a", encoding="utf-8") as file:
+        outcome = "it resumes from the newest checkpoint"
+        with explained_full_disk(self.metrics, outcome), self.metrics.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def write_sample(self, step: int, text: str) -> None:
