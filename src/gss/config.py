@@ -278,11 +278,15 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         if not (equals and key.strip()):
             raise ValueError(f"{assignment!r} is not of the form key=value, for example steps=1000")
-        try:
-            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key.strip()] = text.strip()
+        values[key.strip()] = _value(text)
     return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -310,7 +314,7 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         return value  # __post_init__ names the choices
     if origin is tuple:
         if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")]
+            value = [_value(part) for part in value.split(",")]
         if not isinstance(value, list | tuple):
             raise ValueError(f"{name} must be a list, not {value!r}")
         return tuple(_coerce(name, item, arguments[0]) for item in value)

@@ -117,6 +117,7 @@ def test_the_strategy_is_set_by_its_group_alone() -> None:
 
 def test_goes_out_and_comes_back() -> None:
     config = resolve("gss-hybrid-tiny", None, ["steps=5", "report.evaluate_lengths=[64, 128]"])
+    assert resolve("gss-hybrid-tiny", None, ["steps=5", "report.evaluate_lengths=64, 128"]) == config
     assert from_mapping(TrainConfig, to_mapping(config)) == config
     assert differences(to_mapping(config), config) == {}
 
@@ -135,6 +136,7 @@ def test_goes_out_and_comes_back() -> None:
         (["late_length=8192", "batching=lanes"], "late_length does not work with lanes"),
         (["late_share=1"], "late_share must be over 0 and under 1"),
         (["steps=0"], "steps must be at least 1"),
+        (["preset=5"], "there is no preset '5'"),
         (["seed=18446744073709551616"], "seed must be at least -9223372036854775808 and under 18446744073709551616"),
         (["batching=rows"], "batching cannot be 'rows'; choose from: segments, lanes, packed"),
         (["parallel=fsdp"], "parallel.strategy cannot be 'fsdp'; choose from: ddp, fsdp2"),

@@ -244,7 +244,7 @@ def resolve(
     values = {} if recipe is None else read_recipe(recipe)
     sets = dict(settings) if isinstance(settings, Mapping) else parse_assignments(settings)
     if base is None:
-        name = sets.pop("preset", None) or preset_name or values.get("preset")
+        name = str(sets.pop("preset", None) or preset_name or values.get("preset") or "")
         if not name:
             raise ValueError("no model given: add --preset NAME (see gss presets) or --from RUN")
         model = preset(name)
