@@ -3,9 +3,11 @@
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,6 +216,27 @@ def test_text_comes_in_whole_characters() -> None:
     assert shown(tokenizer.encode(text).tolist()) == list(text)
     broken = [0xF0, 0x9F, *b"ab"]
     assert "".join(shown(broken)) == tokenizer.decode(broken)
+
+
+def test_characters_that_a_tokenizer_json_spells_in_bytes(tmp_path: Path) -> None:
+    """One after another, as in Llama's vocabulary; and bytes that are none leave those beside them alone."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "</s>": 257, "a": 258}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    for content in (
+        "日本語".encode() * 30,
+        "😀é😀".encode(),
+        b"\xff".join(["😀".encode()] * 3),
+        "é".encode() + b"\xc3",
+    ):
+        ids = [*content, 258, *content]
+        expected = content.decode(errors="replace") + "a" + content.decode(errors="replace")
+        one_by_one, together = TextPieces(tokenizer), TextPieces(tokenizer)
+        assert tokenizer.decode(ids) == expected
+        assert "".join(map(one_by_one.push, ids)) + one_by_one.rest() == expected
+        assert together.push(*ids) + together.rest() == expected
 
 
 def test_texts_side_by_side() -> None:
