@@ -259,6 +259,17 @@ def test_texts_side_by_side() -> None:
     assert set(ends.values()) == {"length", "stop"}
 
 
+def test_more_samples_of_a_prompt_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, most = lively_model(), load_tokenizer("bytes"), []
+    step = decode.Engine.step
+    monkeypatch.setattr(decode.Engine, "step", lambda self: most.append(self.running) or step(self))
+    texts: dict[int, str] = {}
+    for piece in stream_texts(model, tokenizer, ["the "], n=7, rows=3, seed=5, max_tokens=6):
+        texts[piece.sample] = texts.get(piece.sample, "") + piece.text
+    assert texts == {i: generate(model, tokenizer, "the ", seed=5 + i, max_tokens=6) for i in range(7)}
+    assert max(most) == 3
+
+
 def test_a_stop_string_ends_one_text_alone() -> None:
     model, tokenizer = gss.build_model(gss.preset("gss-tiny"), seed=0), load_tokenizer("bytes")
     prompts, options = ["one", "another"], {"max_tokens": 40, "seed": 1}
@@ -374,6 +385,8 @@ def test_bad_input() -> None:
     model, tokenizer = gss.build_model(small_config("gss", vocab_size=257)), load_tokenizer("bytes")
     with pytest.raises(ValueError, match="max_tokens"):
         generate(model, tokenizer, "a", max_tokens=0)
+    with pytest.raises(ValueError, match="n must be at least 1, not 5 and 0"):
+        stream_texts(model, tokenizer, ["a"], max_tokens=5, n=0)
     with pytest.raises(ValueError, match="stop string is empty"):
         generate(model, tokenizer, "a", stop=[""])
     with pytest.raises(ValueError, match="nothing to read"):
