@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from gss.serve.app import PAGE
+from gss.serve.completions import Surfaces
 from gss.serve.schemas import ChatRequest
 
 LIMITS = Limits(
@@ -153,6 +154,12 @@ def test_scores(client: TestClient) -> None:
     ids = complete(client, prompt=[72, 105], max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"]
     assert ids["token_logprobs"][0] is None
     assert ids["top_logprobs"][0] is None
+
+
+def test_of_tokens_that_look_the_same_the_likeliest_counts() -> None:
+    names = Surfaces(load_tokenizer("bytes"))
+    names[200] = "a"
+    assert names.likeliest([(97, -0.1), (98, -1.0), (200, -9.0)]) == {"a": -0.1, "b": -1.0}
 
 
 def test_scores_of_a_prompt_with_several_continuations(client: TestClient) -> None:

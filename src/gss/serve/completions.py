@@ -53,6 +53,13 @@ class Surfaces(dict[int, str]):
         self[token] = name
         return name
 
+    def likeliest(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text, the likeliest token's where several look the same: a letter, and its byte."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            found.setdefault(self[token], value)
+        return found
+
 
 class Service:
     """What every route works with: an engine, its model's id for clients, the limits, and what answers hold."""
@@ -303,10 +310,7 @@ class ActiveCompletion:
             logprobs = {
                 "tokens": [names[score.token] for score in scores],
                 "token_logprobs": [score.logprob for score in scores],
-                "top_logprobs": [
-                    None if score.logprob is None else {names[token]: value for token, value in score.top}
-                    for score in scores
-                ],
+                "top_logprobs": [None if score.logprob is None else names.likeliest(score.top) for score in scores],
                 "text_offset": [base + score.offset for score in scores],
                 "token_ids": [score.token for score in scores],
             }
