@@ -81,6 +81,7 @@ def test_states_and_stop_strings_are_what_one_prompt_gives() -> None:
     lm = gss.load(RUN)
     whole = lm.generate("abc def", max_tokens=40, temperature=0)
     assert lm.generate(" def", state=lm.read("c", lm.read("ab")), max_tokens=40, temperature=0) == whole
+    assert lm.generate(" def", state=lm.read("", lm.read("abc")), max_tokens=40, temperature=0) == whole
     mark = whole[7:9]
     assert lm.generate("abc def", max_tokens=40, temperature=0, stop=[mark]) == whole[: whole.index(mark)]
     assert lm.generate("abc def", max_tokens=40, temperature=0, stop=mark) == whole[: whole.index(mark)]

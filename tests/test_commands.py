@@ -131,7 +131,13 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert json.loads(call(*shown, tmp_path / "lines"))["prompt"] == "a\u2028b"
     assert json.loads(call(*shown, "-", input=b"the \n"))["prompt"] == "the "
     no_prompt = 'line 1: not a JSON object with a "prompt"'
-    for content, message in (("", "bad is empty"), ("\n", "has no prompts"), ('{"text": 1}', no_prompt)):
+    for content, message in (
+        ("", "bad is empty"),
+        ("\n", "has no prompts"),
+        ('{"text": 1}', no_prompt),
+        ('{"prompt": null}', no_prompt),
+        ('{"prompt": "\\ud800"}', "line 1 is not UTF-8 text"),
+    ):
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompts", tmp_path / "bad")

@@ -3,9 +3,11 @@
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,6 +218,27 @@ def test_text_comes_in_whole_characters() -> None:
     assert "".join(shown(broken)) == tokenizer.decode(broken)
 
 
+def test_characters_that_a_tokenizer_json_spells_in_bytes(tmp_path: Path) -> None:
+    """One after another, as in Llama's vocabulary; and bytes that are none leave those beside them alone."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "</s>": 257, "a": 258}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    for content in (
+        "日本語".encode() * 30,
+        "😀é😀".encode(),
+        b"\xff".join(["😀".encode()] * 3),
+        "é".encode() + b"\xc3",
+    ):
+        ids = [*content, 258, *content]
+        expected = content.decode(errors="replace") + "a" + content.decode(errors="replace")
+        one_by_one, together = TextPieces(tokenizer), TextPieces(tokenizer)
+        assert tokenizer.decode(ids) == expected
+        assert "".join(map(one_by_one.push, ids)) + one_by_one.rest() == expected
+        assert together.push(*ids) + together.rest() == expected
+
+
 def test_texts_side_by_side() -> None:
     """Several prompts and samples, fewer rows than texts, stop strings: every text is what it is alone."""
     model, tokenizer = lively_model(), load_tokenizer("bytes")
@@ -234,6 +257,17 @@ def test_texts_side_by_side() -> None:
         assert text == generate(model, tokenizer, prompts[place], seed=5 + sample, **options)
         assert ends[place, sample] == ("length" if counts[place, sample] == 12 else "stop")
     assert set(ends.values()) == {"length", "stop"}
+
+
+def test_more_samples_of_a_prompt_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, most = lively_model(), load_tokenizer("bytes"), []
+    step = decode.Engine.step
+    monkeypatch.setattr(decode.Engine, "step", lambda self: most.append(self.running) or step(self))
+    texts: dict[int, str] = {}
+    for piece in stream_texts(model, tokenizer, ["the "], n=7, rows=3, seed=5, max_tokens=6):
+        texts[piece.sample] = texts.get(piece.sample, "") + piece.text
+    assert texts == {i: generate(model, tokenizer, "the ", seed=5 + i, max_tokens=6) for i in range(7)}
+    assert max(most) == 3
 
 
 def test_a_stop_string_ends_one_text_alone() -> None:
@@ -351,6 +385,8 @@ def test_bad_input() -> None:
     model, tokenizer = gss.build_model(small_config("gss", vocab_size=257)), load_tokenizer("bytes")
     with pytest.raises(ValueError, match="max_tokens"):
         generate(model, tokenizer, "a", max_tokens=0)
+    with pytest.raises(ValueError, match="n must be at least 1, not 5 and 0"):
+        stream_texts(model, tokenizer, ["a"], max_tokens=5, n=0)
     with pytest.raises(ValueError, match="stop string is empty"):
         generate(model, tokenizer, "a", stop=[""])
     with pytest.raises(ValueError, match="nothing to read"):

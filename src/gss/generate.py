@@ -4,7 +4,7 @@ Greedy or sampled, with temperature, top-k, top-p, min-p, a repetition penalty, 
 terminals and servers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -47,6 +47,8 @@ def stream_texts(
     prompts: Sequence[str],
     *,
     max_tokens: int = 200,
+    n: int = 1,
+    seed: int = 0,
     stop: str | Sequence[str] = (),
     state: ModelState | None = None,
     precision: str = "auto",
@@ -54,8 +56,8 @@ def stream_texts(
     rows: int = 64,
     **options: Any,
 ) -> Iterator[TextPiece]:
-    """Continuations of each prompt, up to `rows` side by side; each ends before any of the `stop` strings. The other
-    options are those of `Request`: how many (`n`), from which `seed`, and the `sampling`.
+    """`n` continuations of each prompt, from consecutive seeds, up to `rows` side by side; each ends before any of the
+    `stop` strings. The other options are those of `Request`, such as the `sampling`.
 
     The model reads the end-of-document id first, as it does at a document's start in training; not after a `state`
     that has read something, its own first state included.
@@ -63,27 +65,29 @@ def stream_texts(
     stop = [stop] if isinstance(stop, str) else stop
     if "" in stop:
         raise ValueError("a stop string is empty: it would end every text at once")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if max_tokens < 1 or n < 1:
+        raise ValueError(f"max_tokens and n must be at least 1, not {max_tokens} and {n}")
     if state is not None and "" in prompts:
         raise ValueError("the prompt is empty: after a state, give the text that comes next")
     before = state or first_state(model)
     options |= {"max_tokens": max_tokens, "eos_id": tokenizer.eos_id, "state": state}
-    requests = [Request(prompt=prompt_ids(tokenizer, prompt, before), **options) for prompt in prompts]
-    wanted = sum(request.n for request in requests)
-    engine = Engine(model, rows=min(rows, wanted), precision=precision, speculate=speculate)
-    for request in requests:
-        engine.submit(request)
-    return _texts(engine, tokenizer, requests, stop)
+    engine = Engine(model, rows=rows, precision=precision, speculate=speculate)
+    places: dict[Request, tuple[int, int]] = {}  # which of the prompts, and its first continuation of this request
+    for place, prompt in enumerate(prompts):
+        ids = prompt_ids(tokenizer, prompt, before)
+        for first in range(0, n, rows):  # the continuations of one request are always side by side
+            request = Request(prompt=ids, n=min(rows, n - first), seed=seed + first, **options)
+            places[request] = place, first
+            engine.submit(request)
+    return _texts(engine, tokenizer, places, stop)
 
 
 def _texts(
-    engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]
+    engine: Engine, tokenizer: Tokenizer, places: Mapping[Request, tuple[int, int]], stop: Sequence[str]
 ) -> Iterator[TextPiece]:
-    places = {request: place for place, request in enumerate(requests)}
     going = {
         (request, sample): (TextPieces(tokenizer, request.prompt), StopStrings(stop))
-        for request in requests
+        for request in places
         for sample in range(request.n)
     }
     for output in engine.run():
@@ -103,7 +107,8 @@ def _texts(
             engine.cancel(partial(is_, request), sample)
         if finish:
             del going[request, sample]
-        yield TextPiece(places[request], sample, text, taken, finish)
+        place, first = places[request]
+        yield TextPiece(place, first + sample, text, taken, finish)
 
 
 def first_state(model: LanguageModel) -> ModelState | None:

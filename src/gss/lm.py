@@ -143,6 +143,8 @@ class LM:
         >>> text == lm.generate("Once upon a time there was", max_tokens=10)
         True
         """
+        if not text and state is not None:
+            return state  # the end-of-document id, which stands for an empty text elsewhere, would begin a new one
         ids = prompt_ids(self.tokenizer, text, state or first_state(self.model))
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
         with running(self.model, resolved(precision, self.model)):

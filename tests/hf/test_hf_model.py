@@ -199,12 +199,14 @@ def test_trainer_reduces_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_grown_vocabulary(tmp_path: Path) -> None:
-    model = build("gss")
+    config = small_config("gss", embedding_std=0.02)
+    model = hf.GSSForCausalLM(hf.GSSConfig.of(config, eos_token_id=EOS)).eval()
     before = model.model.embedding.weight.clone()
     for size, options in ((64, {}), (70, {"mean_resizing": False})):
         model.resize_token_embeddings(size, **options)
         assert model.config.vocab_size == model.model.config.vocab_size == size
     assert torch.equal(model.model.embedding.weight[:61], before)
+    assert model.model.embedding.weight[64:].std() < 0.04  # as the others are: logits are their products
     assert model(torch.tensor([[69]])).logits.shape == (1, 1, 70)
     model.save_pretrained(tmp_path)
     assert hf.GSSForCausalLM.from_pretrained(tmp_path).config.vocab_size == 70

@@ -281,6 +281,8 @@ def test_stop_strings_over_several_tokens() -> None:
     assert "".join(row_of("one ENough", stop=["END"])[0]) == "one ENough"
     assert "".join(row_of("ends with EN", stop=["END"])[0]) == "ends with EN"
     assert "".join(row_of("a — b", stop=["— "])[0]) == "a "
+    pieces, row = row_of(b"ab\xe2\x80", stop=["\ufffd"])  # whole only once nothing can follow
+    assert ("".join(pieces), row.finish) == ("ab", "stop")
     shown = []
     for piece in row_of("xENxENDx", stop=["END"])[0]:
         shown.append(piece)

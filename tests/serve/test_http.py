@@ -10,7 +10,7 @@ import pytest
 
 import gss
 from gss.data import load_tokenizer
-from gss.generate import Sampling, generate
+from gss.generate import Sampling, StopStrings, generate
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.metrics import Number
@@ -22,6 +22,8 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from gss.serve.app import PAGE
+from gss.serve.completions import Surfaces
+from gss.serve.schemas import ChatRequest
 
 LIMITS = Limits(
     body_bytes=20_000, prompt_tokens=600, max_tokens=100, n=4, sequences=6, logprobs=5, stop=2, stop_characters=8
@@ -154,6 +156,12 @@ def test_scores(client: TestClient) -> None:
     assert ids["top_logprobs"][0] is None
 
 
+def test_of_tokens_that_look_the_same_the_likeliest_counts() -> None:
+    names = Surfaces(load_tokenizer("bytes"))
+    names[200] = "a"
+    assert names.likeliest([(97, -0.1), (98, -1.0), (200, -9.0)]) == {"a": -0.1, "b": -1.0}
+
+
 def test_scores_of_a_prompt_with_several_continuations(client: TestClient) -> None:
     """The prompt's scores stand before each continuation's own, and are made once."""
     options = {"prompt": [[72, 105], [33]], "max_tokens": 3, "logprobs": 2, "echo": True, "temperature": 1, "seed": 5}
@@ -254,6 +262,18 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
         assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
     short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
     assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
+
+
+def test_an_answer_in_a_chat_ends_before_the_next_turn() -> None:
+    """Without the empty line there: what a client sends back as a turn stands in the template as it was written."""
+    turns = [{"role": "user", "content": "Hello"}]
+    first = ChatRequest(messages=turns).completion()
+    said = "Hi.\n\nUser: And you?"
+    answer = StopStrings(first.stop).push(" " + said).lstrip()
+    assert answer == "Hi."
+    assert StopStrings(first.stop).push("Hi.\nUser: And you?") == "Hi."
+    turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And you?"}]
+    assert ChatRequest(messages=turns).completion().prompt == f"{first.prompt} {said}\n\nAssistant:"
 
 
 def test_a_state_to_start_from(model: gss.LanguageModel) -> None:

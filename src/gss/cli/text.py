@@ -186,12 +186,15 @@ def _prompts_file(path: Path) -> list[str]:
     for number, line in enumerate(_text_of(path).split("\n"), 1):  # an object may hold other line ends
         if not line.strip():
             continue
+        prompt: Any = line
         if line.lstrip().startswith("{"):
             try:
-                line = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"') from None
-        prompts.append(str(line))
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError):
+                prompt = None
+        if not isinstance(prompt, str):
+            raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt" that is a text')
+        prompts.append(_utf8(prompt, f"{path}, line {number}"))
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one per line")
     return prompts

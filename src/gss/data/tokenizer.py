@@ -10,6 +10,7 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,9 @@ class JsonTokenizer(Tokenizer):
             names = eos or ", ".join(END_NAMES)
             raise ValueError(f"{where} has no end-of-document token among {names}; name one of its tokens with --eos")
         self.eos, self.eos_id = name, vocabulary[name]
+        decoder = self._tokenizer.decoder
+        spells = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+        self._bytes = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256) if spells}
 
     def encode(self, text: str) -> Ids:
         return self.encode_many([text])[0]
@@ -151,7 +155,18 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         wanted = [int(i) for i in ids if i != self.eos_id]
-        return str(self._tokenizer.decode(wanted, skip_special_tokens=False))
+        if self._bytes.keys().isdisjoint(wanted):
+            return str(self._tokenizer.decode(wanted, skip_special_tokens=False))
+        # The library gives up a whole run of bytes where one is wrong, or where its last character is yet to be
+        # completed. Bytes that are no character become a mark here, and those beside them stay what they are.
+        tokens: list[str | None] = []
+        for spelled, run in groupby(wanted, self._bytes.__contains__):
+            if not spelled:
+                tokens += map(self._tokenizer.id_to_token, run)
+                continue
+            for character in bytes(self._bytes[i] for i in run).decode("utf-8", errors="replace"):
+                tokens += ["\ufffd"] if character == "\ufffd" else [f"<0x{byte:02X}>" for byte in character.encode()]
+        return str(self._tokenizer.decoder.decode([token for token in tokens if token is not None]))
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -139,7 +139,7 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in module.__dict__.pop("derived_buffers", {}).items():
             module.get_buffer(name).copy_(value)
         if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight)
+            nn.init.normal_(module.weight, std=self.model.config.embedding_std)
         elif any(not getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
             name = type(module).__name__
             raise ValueError(f"there are no weights for a {name}: the file is incomplete, or of another config's model")

@@ -17,7 +17,7 @@ from gss.serve.about import Limits
 from gss.serve.engine import EngineThread, RefusedError
 from gss.serve.http import ApiError, to_json
 from gss.serve.job import Failure, Job, Piece, prompt_scores
-from gss.serve.schemas import CompletionRequest
+from gss.serve.schemas import NEXT_TURN, CompletionRequest
 
 _later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
@@ -52,6 +52,13 @@ class Surfaces(dict[int, str]):
             name = text if text and "\ufffd" not in text else name
         self[token] = name
         return name
+
+    def likeliest(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text, the likeliest token's where several look the same: a letter, and its byte."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            found.setdefault(self[token], value)
+        return found
 
 
 class Service:
@@ -147,7 +154,7 @@ class ActiveCompletion:
         _check("n", self._n, min(limits.n, self._engine.rows))
         _check("max_tokens", self._max_tokens, limits.max_tokens)
         _check("logprobs", body.logprobs or 0, limits.logprobs)
-        _check("stop", len(stop) - self._chat, limits.stop, "strings")  # without the chat's own
+        _check("stop", len(stop) - len(NEXT_TURN) * self._chat, limits.stop, "strings")  # without the chat's own
         _check("stop", max(map(len, stop), default=0), limits.stop_characters, "characters")
         for param in ("best_of", "presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
             if getattr(body, param) and not (param == "best_of" and body.best_of == self._n):
@@ -303,10 +310,7 @@ class ActiveCompletion:
             logprobs = {
                 "tokens": [names[score.token] for score in scores],
                 "token_logprobs": [score.logprob for score in scores],
-                "top_logprobs": [
-                    None if score.logprob is None else {names[token]: value for token, value in score.top}
-                    for score in scores
-                ],
+                "top_logprobs": [None if score.logprob is None else names.likeliest(score.top) for score in scores],
                 "text_offset": [base + score.offset for score in scores],
                 "token_ids": [score.token for score in scores],
             }

@@ -91,6 +91,7 @@ class Row:
         self._show()
         if self.finish and not self._stops.ended:
             self._release(self._stops.push(self._text.rest()) + self._stops.rest())
+            self.finish = "stop" if self._stops.ended else self.finish
         ready = self._scores
         if ready and (not self.finish or self._stops.ended):
             ready = [score for score in ready if score.offset < self._released]

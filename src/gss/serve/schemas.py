@@ -12,6 +12,8 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 INT64 = 2**63
+NEXT_TURN = ("\n\nUser:", "\nUser:")
+"""Where an answer in a chat ends: without the empty line before the next turn, which would double if it came back."""
 
 
 class Request(BaseModel):
@@ -119,7 +121,7 @@ class ChatRequest(SamplingRequest):
             **given,
             prompt="\n\n".join([*(turn.line() for turn in self.messages), "Assistant:"]),
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stop=["\nUser:", *stop],
+            stop=[*NEXT_TURN, *stop],
             stream_options=self.stream_options,
         )
 
