@@ -187,9 +187,11 @@ class KeyedStateSpace(StateSpace):
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
-        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
-        self.log_decay.sub_(math.log(factor))
-        self.log_frequency.sub_(math.log(factor))
+        """Divide λ by a factor, and log g where little is forgotten: modes remember so many times as long. D shrinks as
+        what they write does."""
+        for logarithm in (self.log_decay, self.log_frequency, self.forget_bias):
+            if logarithm is not None:
+                logarithm.sub_(math.log(factor))
         self.skip.div_(math.sqrt(factor))
 
     @torch.no_grad()
