@@ -36,6 +36,15 @@ def write_json(path: str | Path, values: Any) -> None:
     write_file(path, json.dumps(values, indent=2) + "\n")
 
 
+def file_to_be(path: str | Path) -> Path:
+    """The path of a file that work will end in, before the work: no folder, and inside one, which is made."""
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: give a file in it or elsewhere")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
 def require_new(target: Path) -> None:
     """Refuse a target that exists, unless it is an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
