@@ -49,7 +49,10 @@ def matrix_scan(
     queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None,
     frames: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ."""
+    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ.
+
+    With forget gates, queries and keys are those of `from_middles`, which also makes `frames`, M [B, chunks, h].
+    """
     queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
     batch, length, heads, _ = keys.shape
     segment, _ = _layout(keys, values)
