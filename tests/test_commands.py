@@ -46,6 +46,23 @@ def test_eval(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "65,536" not in table  # the default lengths are scored as far as documents reach
 
 
+def test_where_a_result_will_be_is_checked_before_the_work(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = folders
+    (tmp_path / "book.txt").write_text("once")
+    call("eval", run, "--data", data, "--lengths", "64", "--csv", tmp_path / "new" / "rows.csv")
+    call("read", tmp_path / "book.txt", run, "--out", tmp_path / "another" / "state")
+    assert {path.name for path in tmp_path.glob("*/*")} == {"rows.csv", "state"}
+    monkeypatch.setattr(gss, "load", lambda *_, **__: pytest.fail("the model was read"))
+    for command in (
+        ("eval", run, "--data", data, "--lengths", "64", "--csv", tmp_path),
+        ("read", tmp_path / "book.txt", run, "--out", tmp_path),
+    ):
+        with pytest.raises(ValueError, match="is a folder: give a file"):
+            call(*command)
+
+
 def test_eval_keeps_its_numbers_at_80_columns(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     data, run = folders

@@ -76,7 +76,7 @@ def check(inputs: dict[str, Tensor], kind: torch.dtype, ends: bool = True) -> No
     assert found.keys() == expected.keys()
     assert found["y"].dtype == kind
     errors = {name: relative_error(found[name].cpu(), expected[name]) for name in expected}
-    by_gates = errors.pop("gradient by log_gates", 0.0)  # a sum over what follows of q·dq − k·dk, both rounded
+    by_gates = errors.pop("gradient by log_gates", 0.0)  # a sum over the rest of a chunk of q·dq − k·dk, both rounded
     assert max(errors.values()) < TOLERANCE[kind], errors
     assert by_gates < 3 * TOLERANCE[kind]
 
@@ -127,7 +127,7 @@ def test_what_a_compiler_is_told() -> None:
     *inputs, _ = draw(3, heads=1).values()
     kinds = [torch.float64 if name == "rate" else torch.float32 for name in NAMES[:-1]]
     given = tuple(t.to(DEVICE, kind).requires_grad_() for t, kind in zip(inputs, kinds, strict=True))
-    frames = torch.full((1, 1, 1), -0.1, device=DEVICE)
+    frames = torch.full((1, 1, 1), -0.1, device=DEVICE, requires_grad=True)
     torch.library.opcheck(kernels.matrix_scan.op, (*given, frames), rtol=1e-4, atol=1e-4)
 
 

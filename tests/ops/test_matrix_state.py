@@ -95,6 +95,19 @@ def test_gates_are_as_precise_after_many_tokens() -> None:
     assert relative_error(found[:, -512:].double(), expected[:, -512:]) < 2e-6
 
 
+def test_gradients_of_gates_are_as_precise_in_a_long_sequence() -> None:
+    """As a sum over all that follows, each would have the rounding of thousands of tokens in it."""
+    *operands, _ = (t.detach() for t in inputs(4096, batch=1, modes=16, values=16))
+    log_gates, weights = gates(operands[0]).detach(), torch.randn(1, 4096, 3, 16, dtype=torch.float64)
+    found = []
+    for kind in (torch.bfloat16, torch.float64):
+        leaf = log_gates.clone().requires_grad_()
+        y, _ = scan(*(t.bfloat16().to(kind) for t in operands[:3]), operands[3], log_gates=leaf)
+        found += torch.autograd.grad(y, leaf, weights.bfloat16().to(kind))
+    assert relative_error(*found) < 3e-2
+    assert relative_error(*(gradient.mean(1) for gradient in found)) < 3e-1  # what a bias learns from
+
+
 def test_single_tokens_do_not_drift() -> None:
     """A factor that is rounded turns and shrinks a slow mode the same wrong way each time."""
     q, k, v, *_ = (t.detach() for t in inputs(3000, batch=1, heads=1, modes=8, values=1))

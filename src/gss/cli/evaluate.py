@@ -19,7 +19,7 @@ import gss
 from gss.box import NAME
 from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, print_table, share_bar, whole_numbers
 from gss.config import override, parse_assignments, to_mapping
-from gss.io.files import finite, write_json
+from gss.io.files import file_to_be, finite, write_json
 from gss.paper import PERPLEXITY
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def evaluate_command(
     from gss.evaluation import longest_document
     from gss.training.distributed import joined
 
-    asked = whole_numbers(lengths)
+    asked, csv_file = whole_numbers(lengths), csv_file and file_to_be(csv_file)
     dataset = open_dataset(data, split)
     longest = longest_document(dataset, max_tokens)
     wanted: list[int | None] = [length for length in asked if length <= longest]

@@ -17,6 +17,7 @@ from typer import Argument, Option
 import gss
 from gss.box import NAME
 from gss.cli.shared import Device, Precision, Run, Speculate, State, Step, Weights, share_bar
+from gss.io.files import file_to_be
 from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def read_command(
     """Read a document once and save the model's state, from which generate, eval and serve can start (--state)."""
     from gss.io.devices import pick_device
 
-    text = _text_of(book)
+    text, out = _text_of(book), file_to_be(out)
     lm = gss.load(run, step=step, device=pick_device(device), state=state)
     with share_bar("reading") as show:
         after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))

@@ -43,6 +43,15 @@ def require_name(target: Path) -> None:
         raise ValueError(f"{target} cannot be replaced as a whole: name a folder inside it")
 
 
+def file_to_be(path: str | Path) -> Path:
+    """The path of a file that work will end in, before the work: no folder, and inside one, which is made."""
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: give a file in it or elsewhere")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
 def require_new(target: Path) -> None:
     """Refuse a target that exists, unless it is an empty folder."""
     require_name(target)

@@ -35,9 +35,7 @@ class GSS2Layer(SequenceLayer):
         self.norm = norm(config.width, config)
         self.query, self.key = dense(config.width, keys, config), dense(config.width, keys, config)
         self.value, self.gate = dense(config.width, inner, config), dense(config.width, inner, config)
-        self.forget = None
-        if config.matrix_state.forget_gate:
-            self.forget = dense(config.width, heads, config, bias=False)
+        self.forget = dense(config.width, heads, config, bias=False) if config.matrix_state.forget_gate else None
         self.short = ShortConvolution(2 * keys + inner, config.matrix_state.taps)
         self.state_space = KeyedStateSpace(config)
         self.output_scale = nn.Parameter(torch.ones(inner))
@@ -164,10 +162,8 @@ class KeyedStateSpace(StateSpace):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.modes = config.matrix_state.heads, config.state_space.modes
-        self.log_decay = nn.Parameter(
-            torch.empty(self.heads, self.modes)
-        )  # Re λ = −exp(log_decay), at most 1 per token
-        self.log_frequency = nn.Parameter(torch.empty(self.heads, self.modes))  # Im λ = exp(log_frequency)
+        # Re λ = −exp(log_decay), at most 1 per token; Im λ = exp(log_frequency)
+        self.log_decay, self.log_frequency = (nn.Parameter(torch.empty(self.heads, self.modes)) for _ in range(2))
         for parameter, draw in ((self.log_decay, initial_decay), (self.log_frequency, initial_frequency)):
             if not parameter.is_meta:
                 parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
@@ -187,9 +183,11 @@ class KeyedStateSpace(StateSpace):
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
-        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
-        self.log_decay.sub_(math.log(factor))
-        self.log_frequency.sub_(math.log(factor))
+        """Divide λ by a factor, and log g where little is forgotten: modes remember so many times as long. D shrinks as
+        what they write does."""
+        for logarithm in (self.log_decay, self.log_frequency, self.forget_bias):
+            if logarithm is not None:
+                logarithm.sub_(math.log(factor))
         self.skip.div_(math.sqrt(factor))
 
     @torch.no_grad()

@@ -10,14 +10,16 @@ above.
 
 Forget gates need little besides: with G_t the sum of log g up to t, a product of gates is e^{G_t − G_s}. So queries are
 multiplied by e^{G_t − M} and keys by e^{M − G_t}, M being G in the middle of their chunk, and the state by e^{M' − M}
-between one chunk's middle and the next. Nothing depends on M: gradients with respect to gates flow through queries and
-keys alone.
+between one chunk's middle and the next. Nothing depends on M, so it has no gradient. Those of gates are sums of
+q*·dq − k*·dk over the rest of their chunk and one number for all that passes on to later ones: summed to the sequence's
+end, the rounding of every later token would be in them.
 """
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gss.ops import fast
@@ -126,14 +128,14 @@ def from_middles(
     """Queries and keys, in float32 at least, as seen from the middle of their chunk; M [B, chunks, h] there, in float64
     because it grows with the sequence; and what the state is multiplied by from the start to the first middle, and
     from the last to the end."""
-    total = log_gates.double().cumsum(1)
-    length = total.shape[1]
-    middles = torch.arange(chunk // 2, length + chunk // 2, chunk, device=total.device).clamp(max=length - 1)
-    frames = total[:, middles].detach()
-    ratio = (total - frames.repeat_interleave(chunk, dim=1)[:, :length]).unsqueeze(-1)
+    length = log_gates.shape[1]
+    total = F.pad(log_gates.double(), (0, 0, 0, -length % chunk)).unflatten(1, (-1, chunk)).cumsum(2)  # [B, n, C, h]
+    ends, middles = total[:, :, -1], total[:, :, chunk // 2].detach()
+    frames = ends.cumsum(1) - ends + middles
+    ratio = (total - middles.unsqueeze(2)).flatten(1, 2)[:, :length].unsqueeze(-1)
     kind = torch.promote_types(queries.dtype, torch.float32)
     queries, keys = queries * ratio.to(kind).exp(), keys * (-ratio).to(kind).exp()
-    into, out = (t.exp().to(kind)[..., None, None] for t in (frames[:, 0], total[:, -1] - frames[:, -1]))
+    into, out = (t.exp().to(kind)[..., None, None] for t in (middles[:, 0], ends[:, -1] - middles[:, -1]))
     return queries, keys, frames, into, out
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import gss
 from gss.accounting import account
 from gss.config import flattened
-from gss.io.files import write_file
+from gss.io.files import file_to_be, write_file
 from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report import figures
@@ -44,12 +44,9 @@ def write_report(
     scoring    options of `gss.report.runs.scores`: data, max_tokens, lengths, again, device
     """
     require_matplotlib()
-    target = Path(out)
-    if target.is_dir():
-        raise ValueError(f"{target} is a folder: give a file for the report, for example {target / 'report.html'}")
     found = read_runs([Path(run) for run in runs])
+    target = file_to_be(out)
     scored = [scores(run, show, **scoring) for run in found]
-    target.parent.mkdir(parents=True, exist_ok=True)
     show("drawing", 0.0)
     with style():
         write_file(target, _page(found, scored, prompt))

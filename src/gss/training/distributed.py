@@ -121,9 +121,11 @@ def prepare_layers(model: LanguageModel, config: TrainConfig, tokens: int) -> No
 
 
 def keeps_products(model: LanguageModel, tokens: int, memory: int) -> bool:
-    """Whether two 16-bit numbers per token and unit of every gate take at most a quarter of so many bytes."""
+    """Whether two 16-bit numbers per token and unit of every gate take at most a quarter of so many bytes, less what
+    weights, gradients and two moments take."""
     widths = [layer.gate.out_features for layer in model.layers if isinstance(layer, GSSLayer)]
-    return 4 * 2 * 2 * tokens * sum(widths) <= memory
+    lasting = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    return 4 * 2 * 2 * tokens * sum(widths) <= memory - lasting
 
 
 def shard(model: LanguageModel, world: World) -> None:

@@ -24,6 +24,7 @@ one program kept the state and did everything along a row, it would be 768 and 1
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,7 +50,10 @@ def matrix_scan(
     queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None,
     frames: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ."""
+    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ.
+
+    With forget gates, queries and keys are those of `from_middles`, which also makes `frames`, M [B, chunks, h].
+    """
     queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
     batch, length, heads, _ = keys.shape
     segment, _ = _layout(keys, values)
@@ -69,8 +73,9 @@ def matrix_scan(
 def matrix_scan_backward(
     grad: Tensor, grad_after: Tensor, states: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     skip: Tensor | None, frames: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, the state and frames,
+    the last empty where there are none."""
     grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
     batch, length, heads, width = keys.shape
     segment, _ = _layout(keys, values)
@@ -78,13 +83,18 @@ def matrix_scan_backward(
     grad_state = torch.empty(_state_shape(keys, values), device=values.device)
     ahead = _states(queries, grad, table, frames, grad_after, grad_state, segment, back=True)
     grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (queries, keys, values)]
-    partial = torch.empty(batch * chunks, heads, width + 1, device=values.device)
+    partial = torch.empty(batch, chunks, heads, width + 2, device=values.device)
     gradient_kernel[(chunks, heads, batch)](
         queries, keys, values, grad, table, skip, states, ahead, *grads, partial,
-        *_strides(queries, keys, values, grad), length, **_sizes(keys, values, GRADIENT_TILE), **GRADIENT,
+        *_strides(queries, keys, values, grad), length, **_sizes(keys, values, GRADIENT_TILE),
+        GATED=frames is not None, **GRADIENT,
     )  # fmt: skip
-    total = partial.sum(0, dtype=torch.float64)
-    return *grads, total[:, :-1].unflatten(1, (2, -1)).transpose(0, 1).contiguous(), total[:, -1].clone(), grad_state
+    total = partial[..., :-1].sum((0, 1), dtype=torch.float64)
+    by_rate, by_skip = total[:, :-1].unflatten(1, (2, -1)).transpose(0, 1).contiguous(), total[:, -1].clone()
+    by_frames = total.new_empty(0)
+    if frames is not None:  # a state's factor is e^(M' − M); the one after the last chunk is not ours
+        by_frames = -F.pad(partial[:, :-1, :, -1].double(), (0, 0, 1, 1)).diff(dim=1)
+    return *grads, by_rate, by_skip, grad_state, by_frames
 
 
 @matrix_scan.register_fake
@@ -101,20 +111,21 @@ def _(grad, grad_after, states, table, queries, keys, values, skip, frames):
     grads = (t.new_empty(t.shape) for t in (queries, keys, values))
     by_rate = values.new_empty(2, heads, width // 2, dtype=torch.float64)
     by_state = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
-    return *grads, by_rate, by_rate.new_empty(heads), by_state
+    by_frames = by_rate.new_empty(0 if frames is None else frames.shape)
+    return *grads, by_rate, by_rate.new_empty(heads), by_state, by_frames
 
 
 def _save(ctx, inputs, output):
     queries, keys, values, rate, skip, state, frames = inputs
-    ctx.kinds = rate.dtype, None if skip is None else skip.dtype, None if state is None else state.dtype
+    ctx.kinds = [None if t is None else t.dtype for t in (rate, skip, state, frames)]
     ctx.save_for_backward(*output[2:], queries, keys, values, skip, frames)
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx, grad, grad_after, *_):
-    *grads, by_rate, by_skip, by_state = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
-    rest = zip((by_rate, by_skip, by_state), ctx.kinds, strict=True)
-    return *grads, *(None if kind is None else t.to(kind) for t, kind in rest), None
+    found = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
+    rest = zip(found[3:], ctx.kinds, strict=True)
+    return *found[:3], *(None if kind is None else t.to(kind) for t, kind in rest)
 
 
 matrix_scan.register_autograd(_backward, setup_context=_save)

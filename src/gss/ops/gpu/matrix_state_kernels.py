@@ -307,7 +307,7 @@ def gradient_kernel(
     query_batch, query_row, query_head, key_batch, key_row, key_head, value_batch, value_row, value_head,
     grad_batch, grad_row, grad_head, length,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    KIND: tl.constexpr, PRODUCTS: tl.constexpr,
+    KIND: tl.constexpr, PRODUCTS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk, from the state before it and the gradient of its own bracket (R above), in `ahead`."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -343,7 +343,7 @@ def gradient_kernel(
         _store_values(by_values, i, live, heads * VALUES, d, gv, VALUES)
     by_scores = tl.where(i[:, None] >= i[None, :], by_scores, 0.0)
     distance = (i[:, None] - i[None, :]).to(tl.float32)
-    partial += here * (2 * MODES + 1)
+    partial += here * (2 * MODES + 2)
     tl.store(partial + 2 * MODES, tl.sum(tl.sum(tl.where(distance == 0, by_scores, 0.0), 1), 0))
     far = _rounded(by_scores * distance, KIND, PRODUCTS)
     by_scores = _rounded(by_scores, KIND, PRODUCTS)
@@ -377,6 +377,10 @@ def gradient_kernel(
     gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
     k_re, k_im = _turned(keys, table, head, i, live, key_row, n, False, MODES, C, KIND, PRODUCTS)
     out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
+    if GATED:  # by a factor of the whole bracket
+        added_re, added_im = _parts(gk, C, BN)
+        added_re, added_im = _conjugate_sum(added_re, added_im, k_re, k_im)
+        tl.store(partial + 2 * MODES + 1, tl.sum(past_re + added_re, 0))
     tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
     tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
     gk_re, gk_im = _parts(_product(tl.trans(by_scores), q, gk), C, BN)
