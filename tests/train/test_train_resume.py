@@ -166,6 +166,16 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path, resumed: Path) -> N
         run(small_config(), other, resumed)
 
 
+def test_another_vocabulary_is_refused_whatever_is_allowed(corpus: Path, tmp_path: Path) -> None:
+    config = small_config(steps=1, model__vocab_size=8192)
+    run(config, corpus, tmp_path / "run")
+    other = make_corpus(tmp_path, ["other words " * 500], gss.load().tokenizer, valid=0)
+    with pytest.raises(ValueError, match=r"data.tokenizer was .* choose another --out$"):
+        train(config, other, tmp_path / "run", quiet=True, allow=["data.hash"])
+    with pytest.raises(ValueError, match=r"--allow data.tokenizer: there is no such setting"):
+        train(config, other, tmp_path / "run", quiet=True, allow=["data.hash", "data.tokenizer"])
+
+
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="is not empty and is not a run folder"):
