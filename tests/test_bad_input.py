@@ -134,3 +134,4 @@ def test_the_command_prints_one_line(command_line: Command) -> None:
     assert status == 1
     assert errors.startswith("error: there is no preset 'nope'")
     assert "Traceback" not in errors
+    assert command_line("generate", "--prompts", "nofile")[2] == "error: nofile: No such file or directory\n"

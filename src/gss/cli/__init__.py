@@ -86,6 +86,8 @@ def main() -> None:
     """Run the command. An error that the user can fix is one line on stderr and exit status 1, never a traceback."""
 
     def say(kind: str, what: Exception | str) -> None:
+        if isinstance(what, OSError) and what.filename and what.strerror:
+            what = f"{what.filename}: {what.strerror}"  # without the number of the error
         said = escape(str(what) or type(what).__name__)
         Console(stderr=True, highlight=False).print(f"{kind} {said}", soft_wrap=True)
 
