@@ -130,8 +130,9 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     shown = ("generate", run, "--tokens", 1, "--json", "--prompts")
     assert json.loads(call(*shown, tmp_path / "lines"))["prompt"] == "a\u2028b"
     assert json.loads(call(*shown, "-", input=b"the \n"))["prompt"] == "the "
-    no_prompt = 'line 1: not a JSON object with a "prompt"'
-    for content, message in (("", "bad is empty"), ("\n", "has no prompts"), ('{"text": 1}', no_prompt)):
+    no_prompt = 'line 1: not a JSON object with a text as its "prompt"'
+    cases = [("", "bad is empty"), ("\n", "has no prompts"), ('{"text": 1}', no_prompt), ('{"prompt": 1}', no_prompt)]
+    for content, message in [*cases, ('{"prompt": "a\\ud800"}', "line 1 is not UTF-8 text, from character 2 on")]:
         (tmp_path / "bad").write_text(content)
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompts", tmp_path / "bad")
@@ -182,10 +183,16 @@ def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:
         (("eval", run, "--data", data, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
         (("eval", run, "--data", data, "--lengths", "64,x"), "not a list of lengths"),
         (("eval", run, "--data", data, "--lengths", "100000"), "no document is as long"),
+        (("eval", run, "--data", data, "--csv", tmp_path), "is a folder: give a file to write"),
+        (("read", data / "manifest.json", run, "--out", tmp_path), "is a folder: give a file to write"),
+        (("generate", tmp_path / "none"), "not a run folder: there is no such folder"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
-    for prompt, message in ((b"\xff\xfe", "not UTF-8"), (b"", "standard input is empty")):
+    for prompt, message in (
+        (b"ab\xff\xfe", "not UTF-8 text, from character 3 on"),
+        (b"", "standard input is empty"),
+    ):
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompt", "-", input=prompt)
 
@@ -196,6 +203,14 @@ def test_a_config_that_is_none(folders: tuple[Path, Path], tmp_path: Path, conte
     (tmp_path / "run" / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json (does not describe a run: it has no model|is not valid JSON)"):
         gss.load(tmp_path / "run")
+
+
+def test_output_folders_are_made(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = folders
+    call("eval", run, "--data", data, "--lengths", "64", "--max-tokens", 100, "--csv", tmp_path / "new" / "rows.csv")
+    assert (tmp_path / "new" / "rows.csv").is_file()
+    call("read", data / "manifest.json", run, "--out", tmp_path / "newer" / "state.safetensors")
+    assert (tmp_path / "newer" / "state.safetensors").is_file()
 
 
 def test_a_damaged_checkpoint_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,7 +17,18 @@ from typer.core import TyperGroup
 
 import gss
 from gss.box import NAME
-from gss.cli.shared import AsJson, Device, Precision, Run, State, Step, print_table, share_bar, whole_numbers
+from gss.cli.shared import (
+    AsJson,
+    Device,
+    Precision,
+    Run,
+    State,
+    Step,
+    prepare_output,
+    print_table,
+    share_bar,
+    whole_numbers,
+)
 from gss.config import override, parse_assignments, to_mapping
 from gss.io.files import finite, write_json
 from gss.paper import PERPLEXITY
@@ -52,6 +63,8 @@ def evaluate_command(
     from gss.training.distributed import joined
 
     asked = whole_numbers(lengths)
+    if csv_file:
+        prepare_output(csv_file)
     dataset = open_dataset(data, split)
     longest = longest_document(dataset, max_tokens)
     wanted: list[int | None] = [length for length in asked if length <= longest]

@@ -39,6 +39,13 @@ def whole_numbers(text: str, what: str = "lengths", example: str = "512,4096") -
     return [int(part) for part in parts]
 
 
+def prepare_output(path: Path) -> None:
+    """Refuse a folder as an output file, and make the folder that the file goes to, before long work starts."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a file to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def print_table(
     title: str | None,
     header: Sequence[str],

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 import gss
 from gss.box import NAME
-from gss.cli.shared import Device, Precision, Run, Speculate, State, Step, Weights, share_bar
+from gss.cli.shared import Device, Precision, Run, Speculate, State, Step, Weights, prepare_output, share_bar
 from gss.sampling import OPTIONS, Sampling
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def read_command(
     from gss.io.devices import pick_device
 
     text = _text_of(book)
+    prepare_output(out)
     lm = gss.load(run, step=step, device=pick_device(device), state=state)
     with share_bar("reading") as show:
         after = lm.read(text, precision=precision, progress=lambda share: show("reading", share))
@@ -159,7 +160,7 @@ def _utf8(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not UTF-8 text: {error}") from None
+        raise ValueError(f"{what} is not UTF-8 text, from character {error.start + 1:,} on") from None
     return text
 
 
@@ -188,10 +189,13 @@ def _prompts_file(path: Path) -> list[str]:
             continue
         if line.lstrip().startswith("{"):
             try:
-                line = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"') from None
-        prompts.append(str(line))
+                row = json.loads(line)
+            except ValueError:
+                row = {}
+            line = row.get("prompt")
+            if not isinstance(line, str):
+                raise ValueError(f'{path}, line {number}: not a JSON object with a text as its "prompt"')
+        prompts.append(_utf8(line, f"{path}, line {number}"))
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one per line")
     return prompts
