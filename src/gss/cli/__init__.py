@@ -15,6 +15,8 @@ from typer import Option
 
 from gss.cli import data, evaluate, measure, models, text, train
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+
 app = typer.Typer(
     name="gss",
     help="Long-range language models built on Gated State Spaces.",
@@ -96,4 +98,10 @@ def main() -> None:
         app()
     except (ValueError, OSError, ImportError) as error:  # an extra that is missing says how to install it
         say("[bold red]error:[/]", error)
+        sys.exit(1)
+    except (RuntimeError, MemoryError) as error:  # torch has no type of its own for memory that a CPU lacks
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        say("[bold red]error:[/]", f"out of memory; use fewer tokens at a time ({reason or type(error).__name__})")
         sys.exit(1)
