@@ -1,5 +1,7 @@
 """Everything a user can get wrong in building and calling a model: a ValueError that says so."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -134,3 +136,25 @@ def test_the_command_prints_one_line(command_line: Command) -> None:
     assert status == 1
     assert errors.startswith("error: there is no preset 'nope'")
     assert "Traceback" not in errors
+
+
+def test_the_command_prints_one_line_when_memory_runs_out(
+    command_line: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, reason in (
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore"), "CUDA out of memory. Tried"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator"),
+        (MemoryError(), "MemoryError"),
+    ):
+        monkeypatch.setattr("gss.cli.app", Mock(side_effect=error))
+        status, _, errors = command_line("presets")
+        assert status == 1
+        assert errors.startswith(f"error: out of memory; use fewer tokens at a time ({reason}")
+        assert errors.count("\n") == 1
+    monkeypatch.setattr("gss.cli.app", Mock(side_effect=RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        command_line("presets")
+
+
+def test_a_file_that_is_missing(command_line: Command) -> None:
+    assert command_line("generate", "--prompts", "nofile")[2] == "error: nofile: No such file or directory\n"

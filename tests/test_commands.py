@@ -205,10 +205,14 @@ def test_bad_calls(folders: tuple[Path, Path], tmp_path: Path) -> None:
         (("eval", run, "--data", data, "--device", "foo"), "device cannot be 'foo'; choose from: auto, cpu, cuda"),
         (("eval", run, "--data", data, "--lengths", "64,x"), "not a list of lengths"),
         (("eval", run, "--data", data, "--lengths", "100000"), "no document is as long"),
+        (("generate", tmp_path / "none"), "not a run folder: there is no such folder"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
-    for prompt, message in ((b"\xff\xfe", "not UTF-8"), (b"", "standard input is empty")):
+    for prompt, message in (
+        (b"ab\xff\xfe", "not UTF-8 text, from character 3 on"),
+        (b"", "standard input is empty"),
+    ):
         with pytest.raises(ValueError, match=message):
             call("generate", run, "--prompt", "-", input=prompt)
 

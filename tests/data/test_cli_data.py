@@ -23,6 +23,8 @@ def test_data_shows_the_corpus(stdlib: Path) -> None:
     assert len([line for line in shown.splitlines() if " to " in line and "█" in line]) > 5
     assert "all hashes verified" in shown
     assert "sample: the beginning of document" in shown
+    with pytest.raises(ValueError, match=r"--sample 9999: documents of train are numbered from 0 to \d+"):
+        call("data", stdlib, "--sample", 9999)
 
 
 def test_data_refuses_altered_files(stdlib: Path) -> None:
@@ -47,7 +49,7 @@ def test_prepare_names_what_it_left_out(tmp_path: Path, t5_like: Path) -> None:
     assert "left out: 1 binary (c/b.tex)" in printed
     assert "left out: 1 duplicate (c/c.tex)" in printed
     assert "held out" not in printed  # as was asked for
-    assert "note: 1 files were not read (1 .md)" in printed
+    assert "note: files that were not read: 1 .md; if they are text" in printed
     with pytest.raises(ValueError, match=r"has no split 'valid', only train: .* larger share for that \(--valid\)"):
         open_dataset(tmp_path / "out", "valid")
     assert "LOSSY: it changes or drops newlines, runs of spaces" in call("data", tmp_path / "out")

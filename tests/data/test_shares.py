@@ -128,12 +128,14 @@ def test_what_does_not_belong_together_is_refused(corpus: Path, tmp_path: Path) 
         prepare_share(corpus, tmp_path / "1", 2)
     other = SourceOptions(span_bytes=CHUNK, splits="hash")
     prepare([str(corpus)], tmp_path / "other", BYTES, options=other, **HELD_OUT, share=(3, 3), workers=1)
-    one, two, three = (str(tmp_path / name) for name in "123")
+    prepare([str(corpus)], tmp_path / "whole", BYTES, **HELD_OUT, workers=1)
+    one, two, three, whole = (str(tmp_path / name) for name in ("1", "2", "3", "whole"))
     out = tmp_path / "out"
     for shares, message in (
         ([one, two], "a corpus of 3 parts needs each of them once, but these are 1/3, 2/3"),
         ([one, two, three, two], "these are 1/3, 2/3, 2/3, 3/3"),
         ([one, two, str(tmp_path / "other")], "are not parts of one corpus"),
+        ([one, whole], "belongs to a whole corpus"),
         ([one, str(corpus)], "is missing: this is not a folder that gss prepare made"),
         ([], "name the folders"),
     ):

@@ -95,15 +95,16 @@ def test_the_live_line_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) ->
     assert "9 tokens/s" in shown[3]
 
 
-@pytest.mark.parametrize(("steps", "warned"), [(2, False), (12_500_000_000, True)])
+@pytest.mark.parametrize(("rows", "less"), [(2, "micro_batch_tokens=32"), (1, "piece_tokens=4096")])
+@pytest.mark.parametrize(("steps", "warned"), [(2, False), (100_000_000_000, True)])
 def test_a_run_without_end_on_a_cpu_is_warned_of(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, warned: bool
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, warned: bool, rows: int, less: str
 ) -> None:
-    config = small_config("gss", steps=steps, optimizer__learning_rate=0.01)
+    config = small_config("gss", steps=steps, length=32, batch_tokens=32 * rows, optimizer__learning_rate=0.01)
     run = loop._Run(config, open_dataset(corpus, "train"), RunFolder(tmp_path), World(torch.device("cpu")), (), False)
     run._introduce()
     said = " ".join(capsys.readouterr().out.split())
-    assert ("days on this CPU" in said) == ("micro_batch_tokens=" in said) == warned
+    assert ("days on this CPU" in said) == (f"use less memory, --set {less}" in said) == warned
 
 
 def test_weights_and_biases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

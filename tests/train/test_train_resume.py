@@ -199,6 +199,16 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path, resumed: Path) -> N
         run(small_config(), other, resumed)
 
 
+def test_another_vocabulary_is_refused_whatever_is_allowed(corpus: Path, tmp_path: Path) -> None:
+    config = small_config(steps=1, model__vocab_size=8192)
+    run(config, corpus, tmp_path / "run")
+    other = make_corpus(tmp_path, ["other words " * 500], gss.load().tokenizer, valid=0)
+    with pytest.raises(ValueError, match=r"data.tokenizer was .* choose another --out$"):
+        train(config, other, tmp_path / "run", quiet=True, allow=["data.hash"])
+    with pytest.raises(ValueError, match=r"--allow data.tokenizer: there is no such setting"):
+        train(config, other, tmp_path / "run", quiet=True, allow=["data.hash", "data.tokenizer"])
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "config.json"])
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"model_type": "llama"}')

@@ -15,6 +15,8 @@ from typer import Option
 
 from gss.cli import data, evaluate, measure, models, text, train
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+
 app = typer.Typer(
     name="gss",
     help="Long-range language models built on Gated State Spaces.",
@@ -86,6 +88,8 @@ def main() -> None:
     """Run the command. An error that the user can fix is one line on stderr and exit status 1, never a traceback."""
 
     def say(kind: str, what: Exception | str) -> None:
+        if isinstance(what, OSError) and what.filename and what.strerror:
+            what = f"{what.filename}: {what.strerror}"  # without the number of the error
         said = escape(str(what) or type(what).__name__)
         Console(stderr=True, highlight=False).print(f"{kind} {said}", soft_wrap=True)
 
@@ -94,4 +98,10 @@ def main() -> None:
         app()
     except (ValueError, OSError, ImportError) as error:  # an extra that is missing says how to install it
         say("[bold red]error:[/]", error)
+        sys.exit(1)
+    except (RuntimeError, MemoryError) as error:  # torch has no type of its own for memory that a CPU lacks
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        say("[bold red]error:[/]", f"out of memory; use fewer tokens at a time ({reason or type(error).__name__})")
         sys.exit(1)

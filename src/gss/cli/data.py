@@ -74,7 +74,7 @@ def prepare_command(
     unread = unread_endings(source, options)
     if unread:
         endings = ", ".join(f"{count:,} {ending}" for ending, count in list(unread.items())[:5])
-        print(f"note: {sum(unread.values()):,} files were not read ({endings}); if they are text, add --suffix .EXT")
+        print(f"note: files that were not read: {endings}; if they are text, add --suffix .EXT")
     if int(machines) > 1:
         print(f"prepared part {part} in {out}; when all {machines} are done, run: gss merge PART... --out DIR")
     else:
@@ -115,6 +115,9 @@ def data_command(
 
     manifest = read_manifest(folder)
     splits = [open_dataset(folder, split) for split in manifest.splits]
+    shown = splits[0]
+    if not 0 <= sample < len(shown):
+        raise ValueError(f"--sample {sample}: documents of {shown.split} are numbered from 0 to {len(shown) - 1:,}")
     _print_facts(manifest)
     for split in splits:
         print(f"\n{split.split}: document lengths in tokens (median {int(np.median(split.lengths)):,})")
@@ -124,9 +127,9 @@ def data_command(
             documents = int(counts[exponent])
             drawn = "█" * round(40 * documents / counts.max()) or ("▏" if documents else "")
             print(f"{1 << exponent - 1:>12,} to {(1 << exponent) - 1:<12,} {documents:>10,} {drawn}")
-    document = next(islice(splits[0].documents(), sample % len(splits[0]), None))
-    print(f"\nsample: the beginning of document {document.name} in {splits[0].split}, decoded:\n")
-    text = splits[0].tokenizer().decode(document.tokens[:120])
+    document = next(islice(shown.documents(), sample, None))
+    print(f"\nsample: the beginning of document {document.name} in {shown.split}, decoded:\n")
+    text = shown.tokenizer().decode(document.tokens[:120])
     print("\n".join(f"  | {line}" for line in text.splitlines()), end="\n\n")
     print(f"all hashes verified; manifest {manifest.hash}")
 

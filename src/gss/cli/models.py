@@ -193,7 +193,7 @@ def import_command(
 
 
 def quantize_command(
-    run: Annotated[Path, Argument(help="A run folder made by `gss train`.")],
+    run: Annotated[Path, Argument(help="A run folder made by `gss train`, or `box`.")],
     out: Annotated[Path | None, Argument(help="The run folder to create. Default: RUN-int8 and so on.")] = None,
     bits: Annotated[int, Option(help="Bits per weight: 16, 8 or 4.")] = 8,
     step: Step = None,

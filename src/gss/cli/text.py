@@ -160,7 +160,7 @@ def _utf8(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not UTF-8 text: {error}") from None
+        raise ValueError(f"{what} is not UTF-8 text, from character {error.start + 1:,} on") from None
     return text
 
 

@@ -81,6 +81,8 @@ def read_sealed(path: str, *forms: str) -> Manifest:
         raise ValueError(f"{path} is damaged ({error}): prepare the corpus again, with --force") from error
     if found == SHARE_FORMAT and not forms:
         raise ValueError(f"{path} belongs to one part of a corpus: merge all parts with gss merge")
+    if found == FORMAT and forms and FORMAT not in forms:
+        raise ValueError(f"{path} belongs to a whole corpus, not to one part of it")
     if found not in (forms or (FORMAT,)) or version != VERSION:
         raise ValueError(f"{path}: gss cannot read format {found!r} version {version!r}")
     if _hash(content) != stated:

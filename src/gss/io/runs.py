@@ -41,7 +41,8 @@ def read_config(run: Path) -> dict[str, Any]:
     """The contents of a run folder's config.json, which describes at least the model."""
     path = run / "config.json"
     if not path.is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.json (`gss train --out` makes one)")
+        missing = "it has no config.json" if run.is_dir() else "there is no such folder"
+        raise ValueError(f"{run} is not a run folder: {missing} (`gss train --out` makes one)")
     config = read_json(path, object)
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(f"{path} does not describe a run: it has no model")

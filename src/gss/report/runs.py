@@ -65,8 +65,6 @@ class RunRecord:
 def read_run(path: str | Path) -> RunRecord:
     """Read a run folder; ValueError where it is not one."""
     folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a run folder: there is no such folder (`gss train --out` makes one)")
     config = read_config(folder)
     run = RunRecord(folder, folder.resolve().name, config, from_mapping(ModelConfig, config["model"]))
     if (folder / "metrics.jsonl").is_file():

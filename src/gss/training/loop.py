@@ -271,10 +271,12 @@ class _Run:
             flops = (config.steps - self.step) * config.batch_tokens * self._flops / world.size
             days = flops / (_CPU_FLOPS * torch.get_num_threads()) / 86400
             if days > 1:
+                several = config.longest < (config.micro_batch_tokens or config.batch_tokens)
+                less = f"micro_batch_tokens={config.longest}" if several else "piece_tokens=4096"
                 self.progress.note(
                     f"warning: {config.steps:,} steps of {config.batch_tokens:,} tokens take about {days:,.0f} days on "
                     "this CPU. Ctrl-C stops. For a shorter run, use --config tiny or cpu, or --set steps=…; to use "
-                    f"less memory, --set micro_batch_tokens={config.longest}"
+                    f"less memory, --set {less}"
                 )
         if self.step:
             end = "" if self.step < config.steps else ": nothing is left to do (--set steps=N --allow steps trains on)"

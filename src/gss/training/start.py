@@ -125,7 +125,7 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
 
 def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
     """Refuse names in --allow that are not settings."""
-    known = {*flattened(to_mapping(config)), "data.hash", "data.tokenizer"}
+    known = {*flattened(to_mapping(config)), "data.hash"}
     for name in allow:
         if name not in known:
             raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
@@ -143,8 +143,9 @@ def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datase
         shown = {name: values for name, values in changed.items() if "preset" not in changed or "model." not in name}
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in shown.items())
         flags = " ".join(f"--allow {name}" for name in changed)
-        # A model with other settings cannot load this checkpoint at all.
-        other = any(name.startswith("model.") and name != "model.dropout" for name in changed)
+        # A model with other settings cannot load this checkpoint at all, and ids of another vocabulary mean other text.
+        fixed = {name for name in changed if name.startswith("model.") and name != "model.dropout"}
+        other = fixed or "data.tokenizer" in changed
         otherwise = "" if other else f", or resume anyway with {flags}"
         raise ValueError(
             f"the run in this folder has different settings: {what}. Restore them, or choose another --out{otherwise}"
