@@ -73,6 +73,8 @@ def test_generation_is_checked_before_it_starts() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             lm.stream(**options)
+    with pytest.raises(TypeError, match="no option 'temprature' of generated text; did you mean temperature"):
+        lm.generate("a", temprature=1)
     with pytest.raises(ValueError, match="cannot be combined with a recipe or settings"):
         gss.train(gss.TrainConfig(), "data", "out", steps=3)
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from gss import box
+from gss.choices import nearest
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_texts
 from gss.io import checkpoint
@@ -24,7 +25,7 @@ from gss.nn.state import ModelState
 from gss.ops import fast
 from gss.ops.cpu.pages import use_large_pages
 from gss.precision import resolved, running
-from gss.sampling import Sampling, SamplingOptions
+from gss.sampling import OPTIONS, Sampling, SamplingOptions
 from gss.scoring import score_sequences
 
 
@@ -118,6 +119,9 @@ class LM:
         True
         """
         options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "state": state}
+        for name in sampling.keys() - OPTIONS.keys():
+            known = [*options, "precision", "speculate", *OPTIONS]
+            raise TypeError(f"there is no option {name!r} of generated text{nearest(name, known)}")
         options |= {"sampling": Sampling(**sampling), "precision": precision, "speculate": speculate}
         pieces = stream_texts(self.model, self.tokenizer, [prompt], **options)
         return (piece.text for piece in pieces if piece.text)
