@@ -1,4 +1,4 @@
-"""From a run to a folder that ships: the newest weights with matrices in int8, the vocabulary, no optimizer.
+"""From a run to a folder that ships: the newest weights with matrices in int8 or bf16, the vocabulary, no optimizer.
 
 The result is a run folder, so that everything that reads runs reads it: `gss.load`, the commands, `gss export`.
 State-space parameters, norms and biases stay in float32: they are few, and the rates and frequencies among them stand
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.box_card import card
+from gss.io import checkpoint
 from gss.io.files import write_file
 from gss.lm import load, quantize_run
+from gss.nn.quantized import unpacked_state
 
 MOST_BYTES = 16_000_000
 """All files of the folder together may not be larger."""
@@ -21,11 +23,19 @@ CARD, FACTS = "card.md", "box.json"
 
 
 def write_box(run: str | Path, out: str | Path, *, step: int | None = None, weights: str = "int8") -> Path:
-    """Write the model of a run to a new or empty folder, whole or not at all; the card comes with `write_card`."""
+    """Write the model of a run to a new or empty folder, whole or not at all; the card comes with `write_card`.
+
+    Matrices in bf16 are stored as such and float32 once loaded, so that they can be trained or packed further.
+    """
     tokenizer = load(run, step=step).tokenizer
     if not tokenizer.lossless:
         raise ValueError(f"the vocabulary of {run} loses {', '.join(tokenizer.losses)}: the box has a lossless one")
     target = quantize_run(run, out, weights, step=step)
+    if weights == "bf16":
+        lm = load(target)
+        packed, whole = lm.model.state_dict(), unpacked_state(lm.model)
+        stored = {name: tensor if name in packed else tensor.bfloat16() for name, tensor in whole.items()}
+        checkpoint.save(target / "checkpoints", lm.step, {checkpoint.MODEL: stored}, {"weights": weights})
     try:
         check_size(target)
     except ValueError:
