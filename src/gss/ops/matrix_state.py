@@ -10,9 +10,9 @@ above.
 
 Forget gates need little besides: with G_t the sum of log g up to t, a product of gates is e^{G_t − G_s}. So queries are
 multiplied by e^{G_t − M} and keys by e^{M − G_t}, M being G in the middle of their chunk, and the state by e^{M' − M}
-between one chunk's middle and the next. Nothing depends on M, so it has no gradient. Those of gates are sums of
-q*·dq − k*·dk over the rest of their chunk and one number for all that passes on to later ones: summed to the sequence's
-end, the rounding of every later token would be in them.
+between one chunk's middle and the next. Nothing depends on where in a chunk M is taken, so that part of it has no
+gradient. A gate's is the sum of q*·dq − k*·dk over the rest of its chunk, and one number for all that passes on to
+later ones: summed to the sequence's end, it would hold the rounding of every later token.
 """
 
 from collections.abc import Sequence
