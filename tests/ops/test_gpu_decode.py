@@ -89,7 +89,8 @@ def check_states(found: gss.ModelState, expected: gss.ModelState, bound: float) 
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert layer.keys() == other.keys()
         if "keys" not in layer:
-            assert all(relative_error(layer[name], other[name]) <= bound for name in layer)
+            errors = {name: relative_error(layer[name], other[name]) for name in layer}
+            assert max(errors.values()) <= bound, errors
             continue
         assert torch.equal(layer["length"], other["length"])
         for row, length in enumerate(layer["length"].tolist()):

@@ -127,6 +127,7 @@ def embed_rows(
         angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
         x += tl.where(k < half, tl.sin(angle), tl.cos(angle)).to(embedding_at.dtype.element_ty)
     tl.store(x_at + row * E + k, x, mask=k < E)
+    tl.debug_barrier()  # every warp has read the position
     for counter in tl.static_range(COUNTERS):
         counter_at = counters_at + counter * tl.num_programs(0) + row
         tl.store(counter_at, tl.load(counter_at) + 1)

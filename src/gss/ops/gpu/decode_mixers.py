@@ -168,6 +168,7 @@ def _convolved(projected_at, recent_at, taps_at, channel, inside, CHANNELS: tl.c
         held_at = recent_at + (TAPS - 1 - back) * CHANNELS + channel
         held = tl.load(held_at, mask=inside, other=0.0)
         y += held * tl.load(taps_at + back * CHANNELS + channel, mask=inside, other=0.0)
+        tl.debug_barrier()  # several warps may hold the same channel, and one of them writes over it
         tl.store(held_at, new, mask=inside)
         new = held
     return activated(y, "swish")
@@ -209,6 +210,7 @@ def keyed_step(
     old_re, old_im = tl.load(at, mask=there, other=0.0), tl.load(at + N * D, mask=there, other=0.0)
     re = old_re * step_re - old_im * step_im + (k_re * of_key)[:, None] * v[None, :]
     im = old_re * step_im + old_im * step_re + (k_im * of_key)[:, None] * v[None, :]
+    tl.debug_barrier()
     tl.store(at, re, mask=there)
     tl.store(at + N * D, im, mask=there)
     y = tl.sum(re * (q_re * of_query)[:, None] + im * (q_im * of_query)[:, None], 0) + skip * v
