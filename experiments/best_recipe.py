@@ -28,13 +28,20 @@ NAMES = {
         "matrix_state.value_width=256",
         "feedforward_width=704",
     ),
+    "64 modes, values of 384": (
+        "state_space.modes=64",
+        "matrix_state.value_width=384",
+        "feedforward_width=176",
+    ),
+    "values of 256": ("matrix_state.value_width=256", "feedforward_width=1056"),
     "forget gates": ("matrix_state.forget_gate=true",),
     "slow decays": ("state_space.decay_range=[3e-5,0.1]",),
     "window 512": ("attention.sliding=512",),
-    "rows of 16k": ("length=16384", "attention.sliding=16384"),
-    "16k in the last tenth": ("late_length=16384", "attention.sliding=16384"),
-    "16k in the last tenth, unbounded": ("late_length=16384",),
-    "8k in the last quarter": ("late_length=8192", "late_share=0.25", "attention.sliding=8192"),
+    "16k rows and window": ("length=16384", "attention.sliding=16384"),
+    "16k rows and window in the last tenth": ("late_length=16384", "attention.sliding=16384"),
+    "16k rows in the last tenth": ("late_length=16384",),
+    "8k rows and window in the last quarter": ("late_length=8192", "late_share=0.25", "attention.sliding=8192"),
+    "8k rows and window in the last tenth": ("late_length=8192", "attention.sliding=8192"),
     "decay 1.0": ("optimizer.weight_decay=1.0",),
     "dropout": ("dropout=0.15",),
     "Llama's time": ("steps=943",),
@@ -46,12 +53,16 @@ MEANINGS = {
     "low frequencies": "half of the modes hardly turn within their lifetime",
     "64 modes": "instead of 32 per head, at equal parameters",
     "64 modes, values of 256": "and 256 numbers per value instead of 128, twice the state, at equal parameters",
+    "64 modes, values of 384": "the same with 384 numbers per value",
+    "values of 256": "256 numbers per value instead of 128, twice the state, at equal parameters",
     "forget gates": "a token also chooses how much of each head's state is kept",
     "slow decays": "time constants of 10 to 33,000 tokens",
     "window 512": "instead of 4,096",
-    "rows of 16k": "rows and window of 16,384 tokens from the start",
-    "16k in the last tenth": "rows (and window) of 16,384 tokens in the last tenth of the steps",
-    "8k in the last quarter": "rows and window of 8,192 tokens in the last quarter of the steps",
+    "16k rows and window": "rows and window of 16,384 tokens from the start",
+    "16k rows and window in the last tenth": "rows and window of 16,384 tokens in the last tenth of the steps",
+    "16k rows in the last tenth": "rows of 16,384 tokens in the last tenth of the steps",
+    "8k rows and window in the last tenth": "rows and window of 8,192 tokens in the last tenth of the steps",
+    "8k rows and window in the last quarter": "rows and window of 8,192 tokens in the last quarter of the steps",
     "decay 1.0": "instead of 0.1",
     "dropout": "of what layers add",
     "Llama's time": "so many steps take as long as Llama's 800",
@@ -84,7 +95,7 @@ def settings(run: Run) -> list[str]:
     left = [part for part in left if part not in (*usual, f"optimizer.learning_rate={_RATE}")]
     for given, parts in NAMES.items():
         if set(parts) <= set(left):
-            found.append(given.removesuffix(", unbounded"))
+            found.append(given)
             left = [part for part in left if part not in parts]
     rates = [part.replace("optimizer.learning_rate=", "rate ") for part in left]
     return [*found, *(part if part.startswith("rate ") else f"`{part}`" for part in rates)]

@@ -21,7 +21,8 @@ from gss.config import ModelConfig
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.state import LayerState, SequenceLayer, Slot
 
-_BODY = "llama-small+model.zero_outputs=true+compile=false"  # the package's kernels are not for torch.compile
+# The package's kernels are not for torch.compile, and without it a whole batch takes 87 GB (Mamba-2).
+_BODY = "llama-small+model.zero_outputs=true+compile=false+micro_batch_tokens=32768"
 PEERS = {
     "mamba2": f"{_BODY}+model.pattern=mamba2+model.depth=17",
     "gated-deltanet": f"{_BODY}+model.pattern=gated-deltanet+model.feedforward_width=1088",

@@ -44,10 +44,11 @@ def test_settings_have_short_names_and_others_stand_as_they_are() -> None:
     assert named(f"{LLAMA}+optimizer.learning_rate=3.2e-3") == ["rate 3.2e-3"]
     assert named("llama-small") == ["without `zero_outputs=true`"]
     assert named("gss2-small+model.pattern=gss2+model.attention.sliding=16384+length=16384") == [
-        "no attention", "rows of 16k",
+        "no attention", "16k rows and window",
     ]  # fmt: skip
-    assert named("gss2-small+late_length=16384") == ["16k in the last tenth"]
-    assert named("gss2-small+late_length=16384+model.attention.sliding=16384") == ["16k in the last tenth"]
+    assert named("gss2-small+late_length=16384") == ["16k rows in the last tenth"]
+    windowed = named("gss2-small+late_length=16384+model.attention.sliding=16384")
+    assert windowed == ["16k rows and window in the last tenth"]
     assert named("gss2-small+model.width=8+length=16384") == ["`width=8`", "`length=16384`"]
     for name in best_recipe.NAMES:
         assert name.removesuffix(", unbounded") in best_recipe.MEANINGS
@@ -132,13 +133,13 @@ def test_how_far_back_is_of_the_best_and_of_the_farthest(tmp_path: Path) -> None
     (tmp_path / "books.json").write_text(json.dumps(runs))
     assert cells(best_recipe.context(best_recipe.shown(tmp_path))) == [
         ["books", "GSS2", "–", "4,096 tokens", "10.5%"],
-        ["books", "GSS2", "16k in the last tenth", "65,536 tokens", "10.5%"],
+        ["books", "GSS2", "16k rows in the last tenth", "65,536 tokens", "10.5%"],
         ["books", "Llama", "–", "nothing measurable", "2.0%"],  # of two standard errors
     ]
     full = cells(best_recipe.context(list(best_recipe.probed(tmp_path)), full=True))
     assert full[-1] == ["books", "Llama", "–", "0", "65,536", "4,096 to 4,096", "2.0%", "0.0%"]
     (axes,) = plots.context(best_recipe.shown(tmp_path))
-    assert [line.get_label() for line in axes.lines] == ["GSS2", "GSS2, 16k in the last tenth", "Llama"]
+    assert [line.get_label() for line in axes.lines] == ["GSS2", "GSS2, 16k rows in the last tenth", "Llama"]
     assert list(axes.lines[0].get_ydata()) == pytest.approx([100 * math.expm1(0.1), 0, 0])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "4k", "64k"]
 

