@@ -231,7 +231,7 @@ def main() -> None:
         "fp8 16x4096, the best settings": lambda: train(16, 4096, "fp8", True),
         "bf16 16x4096": lambda: train(16, 4096, "bf16"),
         "losses": compare,
-        "fp8 1x65536": lambda: train(1, 65_536, "fp8"),
+        "fp8 1x65536": lambda: train(1, 65_536, "fp8", True),
         "bf16 1x65536": lambda: train(1, 65_536, "bf16"),
         "products": products,
     }

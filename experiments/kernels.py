@@ -25,6 +25,8 @@ from gss.nn.state_space import DiagonalStateSpace
 from gss.ops import fast, vandermonde
 from gss.ops.gpu import cross_entropy, fft, gate
 from gss.precision import running
+from gss.training.config import TrainConfig
+from gss.training.distributed import prepare_layers
 
 H, N, E, F, V = 256, 512, 1024, 4096, 32_000
 TABLE: list[dict] = []
@@ -169,11 +171,13 @@ def losses(tokens: int) -> None:
     row(f"loss of {tokens} tokens, forward and backward", milliseconds(run))
 
 
-def training_step(model, whole: bool, precision: str = "bf16", rate: float = 1e-4):
-    """A function from tokens [B, L] to the loss, per token, of one step that learns to repeat them; compiled."""
+def training_step(model, whole: bool, precision: str = "bf16", rate: float = 1e-4, most: int = 65_536):
+    """A function from at most so many tokens [B, L] to the loss, per token, of one step that learns to repeat them.
+
+    All layers are compiled as one graph, or each as `gss train` does it.
+    """
+    prepare_layers(model, TrainConfig(model=model.config, compile=not whole), most)
     forward = torch.compile(model.hidden) if whole else model.hidden
-    for layer in () if whole else model.layers:
-        layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
 
     def step(tokens, targets=None):
@@ -198,7 +202,7 @@ def training(
     torch._dynamo.reset()
     model = gss.build_model(gss.preset(name)).cuda()
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
-    step = partial(training_step(model, whole, precision), tokens)
+    step = partial(training_step(model, whole, precision, most=tokens.numel()), tokens)
     for _ in range(3):
         step()
     torch.cuda.reset_peak_memory_stats()
