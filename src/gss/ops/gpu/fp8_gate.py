@@ -5,8 +5,8 @@
 All of this is one operation, because a kernel that writes a tensor of width F should also cast it. The forward kernel
 has whole rows, so each row of p gets a unit from its own largest magnitude. The backward kernel works on tiles, because
 the products with respect to weights need columns, and takes its units from bounds:
-    |∂p| ≤ max‖∂out‖·max‖W₄'s column‖ ≤ max‖∂out‖·√E·max|W₄|,   |∂g| ≤ |∂p|·max|φ'(g)·c|,   |∂c| ≤ |∂p|·max|φ(g)|,
-the last two maxima, and that of p, come from the forward kernel. These bounds may be many times too large, but e5m2 has
+    |∂p| ≤ max‖∂out‖·max‖W₄'s column‖ ≤ max‖∂out‖·√E·max|W₄|,   |∂g| ≤ |∂p|·max|φ'|·max|c|,   |∂c| ≤ |∂p|·max|φ(g)|,
+the maxima of c, φ(g) and p come from the forward kernel. These bounds may be many times too large, but e5m2 has
 the range for that. Saved for the backward pass: g and y in 16 bits, x in 8. yW₃ᵀ is recomputed rather than stored.
 A gated feed-forward layer is such a gate with x as its y. A plain one has neither y nor W₃, and c is 1.
 """
@@ -35,7 +35,7 @@ from gss.ops.gpu.fp8 import (
     unit_of,
     with_row,
 )
-from gss.ops.gpu.gate import _activate_with_slope, _load
+from gss.ops.gpu.gate import _activate_with_slope, _load, _store
 
 ROWS = {"STEPS": 16, "num_warps": 16}
 """Rows of a program forward."""
@@ -65,18 +65,18 @@ def _forward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out [M, E] for x [M, E] and its largest magnitude, W₂ [F, E], y [M, H], W₃ [F, H], W₄ [E, F] and biases; then
-    what the gradient needs: g, x's columns and unit, the maxima of |φ'(g)·c| and |φ(g)|, p's unit."""
+    what the gradient needs: g, x's columns and unit, the maxima of |c| and |φ(g)|, p's unit."""
     x8, w2, w4 = cast(x.contiguous(), most), narrowed(gate), narrowed(output)
     g = product(x8.rows, w2.rows, x8.unit, w2.unit)
     c = None if y is None or context is None else _context(narrowed(y), narrowed(context))
     rows, width = g.shape
     p = torch.empty(rows, width, dtype=E4M3, device=g.device)
     units = torch.empty(triton.cdiv(rows, 256) * 256, 1, device=g.device)[:rows]  # its product may read whole tiles
-    programs = triton.cdiv(rows, ROWS["STEPS"])
+    programs, block = triton.cdiv(rows, ROWS["STEPS"]), triton.next_power_of_2(width)
     extremes = torch.empty(programs, 2, device=g.device)
     _rows_kernel[(programs,)](
-        g, c, gate_bias, context_bias, p, units, extremes, rows, width, LIMIT=MOST[E4M3],
-        ACTIVATION=activation, BLOCK=triton.next_power_of_2(width), **ROWS,
+        g, c, gate_bias, context_bias, p, units, extremes, rows, width, LIMIT=MOST[E4M3], ACTIVATION=activation,
+        EVEN=rows % ROWS["STEPS"] == 0 and width == block, BLOCK=block, **ROWS,
     )  # fmt: skip
     out = product(p, w4.rows, units, w4.unit.expand(1, output.shape[0]).contiguous())
     return out, g, x8.columns, x8.unit, extremes.amax(0), units.amax()
@@ -213,31 +213,46 @@ def _load_context(context, start, tile, mask, bias, EVEN: tl.constexpr):
 @triton.jit
 def _rows_kernel(
     gate, context, gate_bias, context_bias, product, units, extremes, rows, width,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """p = φ(gate + b₂) ∗ (context + b₃), [M, F], with a unit per row; a program's maxima of |φ'·c| and |φ|.
+    """p = φ(gate + b₂) ∗ (context + b₃), [M, F], with a unit per row; the maxima of |c| and |φ| in a program's.
 
     A row is seen as [F / 8, 8]: a maximum over eights needs nothing from another thread.
     """
     n = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = n < width
-    steep = tl.zeros((BLOCK // 8,), tl.float32)
-    high = tl.zeros((BLOCK // 8,), tl.float32)
+    b2, b3 = _bias(gate_bias, n, inside), _bias(context_bias, n, inside)
+    widest = tl.zeros((BLOCK // 8,), tl.float32)  # |c|
+    highest = tl.zeros((BLOCK // 8,), tl.float32)  # |φ|
     for step in range(STEPS):
         m = tl.program_id(0) * STEPS + step
         start = m.to(tl.int64) * width
         mask = inside & (m < rows)
-        g = tl.load(gate + start + n, mask=mask, other=0.0).to(tl.float32) + _bias(gate_bias, n, inside)
-        c = _load_context(context, start, n, mask, _bias(context_bias, n, inside), False)
-        value, slope = _activate_with_slope(g, ACTIVATION)
-        steep = tl.maximum(steep, tl.max(tl.where(mask, tl.abs(slope * c), 0.0), 1))
-        high = tl.maximum(high, tl.max(tl.where(mask, tl.abs(value), 0.0), 1))
-        value = tl.where(mask, value * c, 0.0)
+        g = _load(gate + start + n, mask, EVEN).to(tl.float32) + b2
+        c = _load_context(context, start, n, mask, b3, EVEN)
+        value, _ = _activate_with_slope(g, ACTIVATION)
+        if not EVEN:
+            value, c = tl.where(mask, value, 0.0), tl.where(mask, c, 0.0)
+        widest = tl.maximum(widest, tl.max(tl.abs(c), 1))
+        highest = tl.maximum(highest, tl.max(tl.abs(value), 1))
+        value *= c
         unit = unit_of(tl.max(tl.max(tl.abs(value), 1), 0), LIMIT)
         tl.store(units + m, unit, mask=m < rows)
-        tl.store(product + start + n, in_units(value, tl.div_rn(1.0, unit), product.dtype.element_ty, LIMIT), mask=mask)
-    tl.store(extremes + 2 * tl.program_id(0), tl.max(steep, 0))
-    tl.store(extremes + 2 * tl.program_id(0) + 1, tl.max(high, 0))
+        narrow = in_units(value, tl.div_rn(1.0, unit), product.dtype.element_ty, LIMIT)
+        _store(product + start + n, narrow, mask, EVEN)
+    tl.store(extremes + 2 * tl.program_id(0), tl.max(widest, 0))
+    tl.store(extremes + 2 * tl.program_id(0) + 1, tl.max(highest, 0))
+
+
+@triton.jit
+def _steepest(highest, ACTIVATION: tl.constexpr):
+    """A bound of |φ'| where |φ| is at most `highest`."""
+    if ACTIVATION == "relu2":
+        return 2.0 * tl.sqrt(highest)
+    elif ACTIVATION == "relu":
+        return 1.0
+    else:
+        return 1.13  # gelu's is 1.1290, swish's 1.0999
 
 
 @triton.jit
@@ -261,8 +276,9 @@ def _tiles_kernel(
     n = tl.program_id(0) * BN
     inside = n + j < width
     bound = tl.load(longest) * tl.load(output_unit) * reach  # of |grad|
-    by_gate_unit = unit_of(bound * tl.load(extremes), GRADIENT_LIMIT)
-    by_context_unit = unit_of(bound * tl.load(extremes + 1), GRADIENT_LIMIT)
+    widest, highest = tl.load(extremes), tl.load(extremes + 1)
+    by_gate_unit = unit_of(bound * widest * _steepest(highest, ACTIVATION), GRADIENT_LIMIT)
+    by_context_unit = unit_of(bound * highest, GRADIENT_LIMIT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(gate_unit, by_gate_unit)
         if context is not None:
