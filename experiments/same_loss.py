@@ -1,11 +1,12 @@
-"""Train the same model on the same batches with the GPU kernels and without, and compare the losses.
+"""Train the same model on the same batches in two ways, and compare the losses: with the GPU kernels and without, or
+in fp8 and in bf16.
 
-    python -m experiments.same_loss DATA --out results.json [--preset gss-small] [--steps 2000] [--rows 4]
+    python -m experiments.same_loss DATA --out results.json [--fp8] [--preset gss-small] [--steps 2000] [--rows 4]
 
-DATA is a corpus that `gss prepare` made. Three runs side by side: with the kernels; without; and without from other
-first weights, so that there is a measure of how far two good runs are apart. Kernels and plain paths round differently,
-and training lets such differences grow, so the losses of single steps cannot be equal: what must hold is that their
-averages over windows of steps differ no more than those of the two plain runs do.
+DATA is a corpus that `gss prepare` made, with the splits train and valid. Three runs side by side: the new way; the
+old; and the old from other first weights, so that there is a measure of how far two good runs are apart. The two ways
+round differently, and training lets such differences grow, so the losses of single steps cannot be equal: what must
+hold is that their averages over windows of steps differ no more than those of the two old runs do.
 """
 
 import argparse
@@ -14,14 +15,16 @@ import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
 from experiments.measurements import Measurement, document, table
 from gss.bench.machine import release
 from gss.data import Prefetch, Segments, open_dataset
+from gss.evaluation import evaluate
 from gss.io.devices import pick_device
 from gss.model import build_model
 from gss.ops import fast
@@ -30,11 +33,27 @@ from gss.training.distributed import World
 from gss.training.step import Stepper
 
 
+class Way(NamedTuple):
+    """How a run trains, and the seed of its first weights."""
+
+    kernels: bool = True
+    precision: Literal["auto", "fp8", "bf16"] = "auto"
+    seed: int = 0
+
+
+PLAIN, FP8, BF16 = Way(kernels=False), Way(precision="fp8"), Way(precision="bf16")
+PLANS = {
+    "kernels": {"kernels": Way(), "plain": PLAIN, "plain, other first weights": PLAIN._replace(seed=1)},
+    "fp8": {"fp8": FP8, "bf16": BF16, "bf16, other first weights": BF16._replace(seed=1)},
+}
+
+
 @dataclass(frozen=True)
 class Curve:
-    """A run's loss after every step, in nats a token."""
+    """A run's loss after every step, and held out after the last, in nats a token."""
 
     losses: list[float]
+    held_out: float
 
     def windows(self, size: int) -> list[float]:
         """Means over consecutive windows."""
@@ -47,18 +66,22 @@ class Curve:
         return sum(self.losses[-count:]) / count
 
 
-def train(config: TrainConfig, data: Path, device: torch.device, use_fast: bool, seed: int) -> Curve:
-    """One run: batches in the order of the config's seed, first weights of `seed`."""
+def train(config: TrainConfig, data: Path, device: torch.device, way: Way, most: int) -> Curve:
+    """One run: batches in the order of the config's seed; held out are the first `most` tokens."""
     release(device)
-    torch.manual_seed(seed)
+    torch.manual_seed(way.seed)
     batches = Segments(open_dataset(data, verify=False), config.length, config.rows, config.seed)
     losses: list[torch.Tensor] = []
-    with nullcontext() if use_fast else fast.disabled():
-        stepper = Stepper(build_model(config.model), config, World(device))
+    with nullcontext() if way.kernels else fast.disabled():
+        stepper = Stepper(build_model(config.model), replace(config, precision=way.precision), World(device))
         with Prefetch(batches, 0, config.steps, device=device) as stream:
             for step, batch in enumerate(stream):
                 losses.append(stepper.step(batch, step).loss)
-        return Curve(torch.stack(losses).tolist())
+        held_out = open_dataset(data, "valid", verify=False)
+        row = evaluate(
+            stepper.model, held_out, [config.length], max_tokens=most, batch_tokens=config.batch_tokens
+        ).rows[0]
+        return Curve(torch.stack(losses).tolist(), math.log(row.perplexity))
 
 
 def distance(one: Curve, other: Curve, window: int) -> float:
@@ -77,11 +100,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="fp8 and bf16, instead of kernels and plain operations")
+    parser.add_argument("--held-out", type=int, default=1 << 20, help="tokens that are scored after training")
     parser.add_argument("--commit", default="")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     device = pick_device("auto")
-    if not fast.usable(device):
+    if not fast.usable(device) and not arguments.fp8:
         print("there are no GPU kernels here: both runs take the plain paths", flush=True)
     settings = [
         f"steps={arguments.steps}",
@@ -94,15 +119,18 @@ def main() -> None:
     vocabulary = open_dataset(arguments.data, verify=False).vocab_size
     config = resolve(arguments.preset, None, settings, vocabulary)
     window = max(1, arguments.steps // 20)
-    plan = {"fast": (True, 0), "plain": (False, 0), "plain, other first weights": (False, 1)}
+    plan = PLANS["fp8" if arguments.fp8 else "kernels"]
     with ProcessPoolExecutor(len(plan), multiprocessing.get_context("spawn")) as pool:
-        runs = {name: pool.submit(train, config, arguments.data, device, *how) for name, how in plan.items()}
+        given = (config, arguments.data, device)
+        runs = {name: pool.submit(train, *given, way, arguments.held_out) for name, way in plan.items()}
         curves = {name: run.result() for name, run in runs.items()}
     rows = [Measurement(f"final loss, {name}", curve.final, "nats") for name, curve in curves.items()]
-    noise = distance(curves["plain"], curves["plain, other first weights"], window)
-    apart = distance(curves["fast"], curves["plain"], window)
-    note = f"RMS over means of {window} steps; the goal is how far two plain runs are apart"
-    rows.append(Measurement("fast and plain are apart by", apart, "nats", noise, "plain", note=note))
+    rows += [Measurement(f"held-out loss, {name}", curve.held_out, "nats") for name, curve in curves.items()]
+    new, old, other = curves
+    noise = distance(curves[old], curves[other], window)
+    apart = distance(curves[new], curves[old], window)
+    note = f"RMS over means of {window} steps; the goal is how far the two runs of {old} are apart"
+    rows.append(Measurement(f"{new} and {old} are apart by", apart, "nats", noise, old, note=note))
     found = document(rows, commit=arguments.commit)
     found["settings"] = {"preset": arguments.preset, "set": settings}
     found[f"mean loss of every {window} steps"] = {
