@@ -327,26 +327,33 @@ def test_data_without_documents_to_train_on(tmp_path: Path) -> None:
     assert "has no split 'train', only valid" in str(result.exception)
 
 
-def test_a_corpus_that_is_read_often_decays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_that_is_read_often(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gss.training.start.pick_device", lambda _: torch.device("cuda"))
     tokens = read_manifest(corpus).splits["train"]["tokens"]
 
-    def decay(steps: int, **settings: object) -> tuple[float, str]:
+    def chosen(steps: int, preset: str = "gss2-small", **settings: object) -> tuple[float, float, str]:
         rows = {"steps": steps, "length": 16, "batch_tokens": 1024}
-        config, said = plan(corpus, tmp_path / "out", "gss2-small", None, rows | settings)
-        return config.optimizer.weight_decay, said
+        config, said = plan(corpus, tmp_path / "out", preset, None, rows | settings)
+        return config.optimizer.weight_decay, config.model.dropout, said
 
     often = 5 * tokens // 1024 + 1
-    found, said = decay(often)
-    assert found == 1.0
+    *found, said = chosen(often)
+    assert found == [1.0, 0.15]
     assert "recipe muon" in said
-    assert said.endswith(f". It reads the corpus {often * 1024 / tokens:.1f} times, so the weight decay is 1")
-    assert decay(often, **{"optimizer.weight_decay": 0.3})[0] == 0.3
-    assert decay(often, **{"optimizer.name": "adamw"})[0] < 1.0  # which has not been measured
-    assert decay(often, optimizer={"weight_decay": 0.3, "clip_norm": 2.0})[0] == 0.3
-    assert decay(often, optimizer=OptimizerConfig(weight_decay=0.3))[0] == 0.3
-    assert decay(often, optimizer={"clip_norm": 2.0})[0] == 1.0
-    assert decay(often // 5)[0] == 0.1
+    times = f". It reads the corpus {often * 1024 / tokens:.1f} times, hence "
+    assert said.endswith(times + "optimizer.weight_decay=1 and model.dropout=0.15")
+    *found, said = chosen(often, "gss-small")  # whose layers have no dropout
+    assert found == [1.0, 0.0]
+    assert said.endswith(times + "optimizer.weight_decay=1")
+    *found, said = chosen(often, **{"optimizer.weight_decay": 0.3})
+    assert found == [0.3, 0.15]
+    assert said.endswith(times + "model.dropout=0.15")
+    assert chosen(often, **{"optimizer.weight_decay": 0.3, "model.dropout": 0.0})[:2] == (0.3, 0.0)
+    assert chosen(often, **{"optimizer.name": "adamw"})[0] < 1.0  # which has not been measured
+    assert chosen(often, optimizer={"weight_decay": 0.3, "clip_norm": 2.0})[0] == 0.3
+    assert chosen(often, optimizer=OptimizerConfig(weight_decay=0.3))[0] == 0.3
+    assert chosen(often, optimizer={"clip_norm": 2.0})[0] == 1.0
+    assert chosen(often // 5)[:2] == (0.1, 0.0)
 
 
 def test_a_corpus_without_documents_to_train_on(tmp_path: Path) -> None:

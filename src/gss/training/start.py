@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gss.accounting import account
-from gss.choices import nearest
+from gss.choices import WITH_DROPOUT, nearest
 from gss.config import ModelConfig, flattened, from_mapping, override, parse_assignments, to_mapping
 from gss.data import Dataset, open_dataset
 from gss.io.devices import pick_device
@@ -23,9 +23,10 @@ _DECISIVE = ("preset", "model", "start", "lora", "tune", "device")
 """Settings on which the choice of a recipe depends."""
 _TINY, _SMALL = 4_000_000, 150_000_000
 """Number of parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
-_PASSES, _STRONG_DECAY = 4, 1.0
-"""A model that reads its corpus this often overfits, which a stronger weight decay prevents: over 6.4 passes it lowers
-held-out perplexity by 11% to 12% (docs/results.md). Fewer passes were only tried with the recipe's own decay."""
+_PASSES, _STRONG_DECAY, _DROPOUT = 4, 1.0, 0.15
+"""A model that reads its corpus this often overfits, which a stronger weight decay and dropout prevent: over 6.4 passes
+they lower held-out perplexity by 12% to 15% (docs/results.md). Fewer passes were only tried with the recipe as it is.
+"""
 
 
 def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -> LanguageModel:
@@ -99,10 +100,17 @@ def plan(
     said = f"using the recipe {recipe}, for {reason} (choose another with --config; `gss settings` lists all settings)"
     config = resolve(preset, recipe, sets, vocabulary, base)
     passes = config.steps * config.batch_tokens / len(dataset.tokens)
-    decided = {"optimizer", "optimizer.weight_decay"} & flattened(sets).keys()  # by the user
-    if recipe == config.optimizer.name == "muon" and passes >= _PASSES and not decided:
-        config = override(config, {"optimizer.weight_decay": _STRONG_DECAY})
-        said += f". It reads the corpus {passes:.1f} times, so the weight decay is {_STRONG_DECAY:g}"
+    if recipe == config.optimizer.name == "muon" and passes >= _PASSES:
+        decided, stronger = flattened(sets).keys(), {}  # by the user; by us
+        if not {"optimizer", "optimizer.weight_decay"} & decided:
+            stronger["optimizer.weight_decay"] = _STRONG_DECAY
+        possible = WITH_DROPOUT.issuperset(config.model.kinds) and not config.model.dropout
+        if possible and not {"model", "model.dropout"} & decided:
+            stronger["model.dropout"] = _DROPOUT
+        if stronger:
+            config = override(config, stronger)
+            chosen = " and ".join(f"{name}={value:g}" for name, value in stronger.items())
+            said += f". It reads the corpus {passes:.1f} times, hence {chosen}"
     return config, said
 
 
