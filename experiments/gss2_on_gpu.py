@@ -50,7 +50,7 @@ def operands(
 def scan(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernels, in any precision."""
     *sequence, rate, state, skip = inputs
-    y, after, *_ = kernels.matrix_scan(*sequence, rate, skip, state, None)
+    y, after, *_ = kernels.matrix_scan(*sequence, rate, skip, state)
     return y, after
 
 
@@ -78,17 +78,17 @@ def errors(batch: int, length: int, heads: int, kind: torch.dtype, *sizes: int) 
 def scan_runs() -> tuple[Callable[[], object], Callable[[], object]]:
     """Forward and backward, at the settings of now."""
     *sequence, rate, _, skip = operands(*SHAPE, torch.bfloat16)
-    y, *rest = kernels.matrix_scan(*sequence, rate, skip, None, None)
+    y, *rest = kernels.matrix_scan(*sequence, rate, skip, None)
     grad = torch.randn_like(y)
     after, states, table = (t.detach() for t in rest)
 
     def forward() -> None:
         with torch.no_grad():
-            kernels.matrix_scan(*sequence, rate, skip, None, None)
+            kernels.matrix_scan(*sequence, rate, skip, None)
 
     def backward() -> None:
         with torch.no_grad():
-            kernels.matrix_scan_backward(grad, after, states, table, *sequence, skip, None)
+            kernels.matrix_scan_backward(grad, after, states, table, *sequence, skip)
 
     return forward, backward
 

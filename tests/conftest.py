@@ -26,9 +26,8 @@ ALL_FAMILIES = tuple(
 )
 FAMILIES = tuple(name for name in ALL_FAMILIES if name not in (*WINDOW_FAMILIES, "llama"))
 """Those that the longest tests are run on."""
-SLIDING, GATED = "llama-sliding", "gss2-gated"
-VARIANTS = (SLIDING, GATED)
-"""For `small_config`, what no preset has: llama with a window of 8 tokens and QK-norm; GSS2 with forget gates."""
+SLIDING = "llama-sliding"
+"""For `small_config`: llama with a window of 8 tokens and QK-norm, which no preset has."""
 
 
 Command = Callable[..., tuple[int, str, str]]
@@ -67,13 +66,10 @@ def small_config(family: str, **overrides: object) -> gss.ModelConfig:
         "attention.window": 8,
         "recurrent": {"vectors": 5, "blocks": 2, "block": 1},
     }
-    forget_gate = family == GATED
-    if forget_gate:
-        family = "gss2"
     if family == "gss2":
         # Layers whose outputs start at zero would all do nothing.
         sizes |= {"pattern": ("gss2", "attention"), "matrix_state": {"heads": 2, "value_width": 6, "taps": 3}}
-        sizes |= {"attention.sliding": 8, "zero_outputs": False, "matrix_state.forget_gate": forget_gate}
+        sizes |= {"attention.sliding": 8, "zero_outputs": False}
     if family == SLIDING:
         family = "llama"
         sizes |= {"attention.sliding": 8, "attention.qk_norm": True}

@@ -27,9 +27,9 @@ from gss.training import OptimizerConfig, ParallelConfig, TrainConfig, snapshot
 from gss.training.distributed import World
 from gss.training.step import Stepper
 from tests.comparing import relative_error
-from tests.conftest import FAMILIES, VARIANTS, WINDOW_FAMILIES, small_config
+from tests.conftest import FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
-BOUNDED = [family for family in (*FAMILIES, *WINDOW_FAMILIES[:-1], *VARIANTS) if family != "transformer"]
+BOUNDED = [family for family in (*FAMILIES, *WINDOW_FAMILIES[:-1], SLIDING) if family != "transformer"]
 RANKS = 4
 LENGTH = 96  # stretches of 24 and 48 tokens, which no window or chunk divides
 CASES = {

@@ -13,10 +13,10 @@ from gss.choices import ACTIVATIONS, WITH_DROPOUT
 from gss.nn.attention import TransformerBlock
 from gss.nn.dense import FeedForward
 from tests.comparing import assert_equal, relative_error, run, run_prefixes
-from tests.conftest import ALL_FAMILIES, FAMILIES, VARIANTS, WINDOW_FAMILIES, small_config
+from tests.conftest import ALL_FAMILIES, FAMILIES, SLIDING, WINDOW_FAMILIES, small_config
 
-LONG = (*FAMILIES, *VARIANTS)  # the others in shorter tests
-EVERY = (*ALL_FAMILIES, *VARIANTS)
+LONG = (*FAMILIES, SLIDING)  # the others in shorter tests
+EVERY = (*ALL_FAMILIES, SLIDING)
 LENGTHS = (1, 2, 17, 511, 512, 513, 1021)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -237,7 +237,7 @@ def test_dropout_in_every_layer_and_only_in_training(family: str) -> None:
         assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("family", ["transformer", "slide", VARIANTS[0]])  # the others' autocast knows no meta device
+@pytest.mark.parametrize("family", ["transformer", "slide", SLIDING])  # the others' autocast knows no meta device
 def test_a_forward_pass_does_not_wait_for_the_device(family: str) -> None:
     """On the meta device there is nothing to read: whoever asks for a value fails."""
     with torch.device("meta"):

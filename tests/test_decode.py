@@ -9,7 +9,7 @@ import gss
 from gss import decode
 from gss.decode import Decoder
 from tests.comparing import assert_equal, relative_error
-from tests.conftest import ALL_FAMILIES, VARIANTS, small_config
+from tests.conftest import ALL_FAMILIES, SLIDING, small_config
 
 
 def model_of(family: str) -> gss.LanguageModel:
@@ -18,7 +18,7 @@ def model_of(family: str) -> gss.LanguageModel:
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", [1, 7, 64])
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_blocks_are_steps(family: str, block: int) -> None:
     model = model_of(family)
     tokens = torch.randint(0, 61, (2, 100))
@@ -31,7 +31,7 @@ def test_blocks_are_steps(family: str, block: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_the_state_can_be_taken_at_any_time(family: str) -> None:
     model = model_of(family)
     tokens = torch.randint(0, 61, (1, 60))
@@ -44,7 +44,7 @@ def test_the_state_can_be_taken_at_any_time(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_rows_at_different_positions(family: str) -> None:
     model = model_of(family)
     tokens = torch.randint(0, 61, (3, 60))
@@ -65,7 +65,7 @@ def test_rows_at_different_positions(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_rows_join_and_leave(family: str) -> None:
     """Every row gets the logits that it would get alone, whoever comes and goes beside it."""
     model = model_of(family)
@@ -109,7 +109,7 @@ def test_rows_join_and_leave(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_float32(family: str) -> None:
     model = gss.build_model(small_config(family))
     tokens = torch.randint(0, 61, (1, 1500))

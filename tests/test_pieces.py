@@ -9,7 +9,7 @@ from experiments.memory import peak_bytes
 from gss import pieces
 from gss.model import LanguageModel
 from tests.comparing import relative_error
-from tests.conftest import ALL_FAMILIES, VARIANTS, small_config
+from tests.conftest import ALL_FAMILIES, SLIDING, small_config
 
 LENGTH = 29  # between three and four windows or chunks
 
@@ -49,7 +49,7 @@ def _whole(
 
 
 @pytest.mark.parametrize(("carried", "sizes"), [(False, (8, 50)), (True, (1, 9, 28))], ids=["new", "carried"])
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, SLIDING])
 def test_pieces_give_the_loss_and_gradients_of_the_whole(family: str, carried: bool, sizes: tuple[int, ...]) -> None:
     model = _model(family)
     tokens, targets, mask, state = _given(model)
@@ -118,7 +118,7 @@ def test_both_runs_of_a_piece_drop_the_same_activations() -> None:
     assert len(again) == 2  # each call draws anew
 
 
-@pytest.mark.parametrize("family", ["gss-hybrid", *VARIANTS])
+@pytest.mark.parametrize("family", ["gss-hybrid", "gss2", SLIDING])
 def test_autocast_has_gradients_of_every_weight(family: str) -> None:
     """Casts of weights made without a graph must not be used with one: the error is that of rounding alone."""
     model = _model(family).float()

@@ -18,6 +18,9 @@ from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, WITH_DROPOU
 
 Config = TypeVar("Config")
 
+GONE = {"model.matrix_state.forget_gate": False}
+"""Settings that no longer exist, with the value at which they had no effect: files of earlier runs name them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig(Checked):
@@ -98,8 +101,6 @@ class MatrixStateConfig(Checked):
     """D, values per head."""
     taps: int = limited(4, ge=1)
     """Tokens seen by the short convolution before the state space, including the current one."""
-    forget_gate: bool = False
-    """Whether each head also forgets as the token decides: a gate between 0.7 and 1 multiplies its whole state."""
     skip: float = 1.0
     """Initial skip weight d: how much of each value goes directly into its own output. A mode that decays over T tokens
     writes with weight √(2/T), so next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
@@ -251,6 +252,8 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     nested: dict[str, dict[str, Any]] = {}  # applied together, so that no order of settings is refused half-way
     for key, value in values.items():
         name, _, rest = key.partition(".")
+        if any(gone.endswith(f".{key}") and value == neutral for gone, neutral in GONE.items()):
+            continue
         if name not in kinds:
             near = nearest(key, kinds, flattened(asdict(config)))
             raise ValueError(f"{type(config).__name__} has no field {name!r}{near}")

@@ -72,15 +72,15 @@ def test_what_a_compiler_is_told() -> None:
     torch.library.opcheck(short.short_mix.op, (*given, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("length", "gated"), [(2, False), (40, False), (40, True)])
-def test_a_layer_takes_it(length: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("length", "bias"), [(2, False), (40, False), (40, True)])
+def test_a_layer_takes_it(length: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, after an earlier piece, with what plain PyTorch gives; only with as many taps as the kernel has."""
-    sizes = {"heads": 2, "value_width": 16, "forget_gate": gated}
-    config = gss.preset("gss2-tiny", state_space={"modes": 8}, matrix_state=sizes, bias=True)
+    sizes = {"heads": 2, "value_width": 16}
+    config = gss.preset("gss2-tiny", state_space={"modes": 8}, matrix_state=sizes, bias=bias)
     layer = GSS2Layer(config).to(DEVICE).bfloat16()
     torch.nn.init.normal_(layer.output.weight)
-    if layer.state_space.forget_bias is not None:
-        torch.nn.init.zeros_(layer.state_space.forget_bias)  # much is forgotten
+    for each in (layer.query, layer.key, layer.value) if bias else ():
+        torch.nn.init.normal_(each.bias)
     x = torch.randn(2, 5 + length, config.width, device=DEVICE).bfloat16()
     with fast.disabled():
         _, state = layer(x[:, :5])

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from gss.nn.gss2 import GSS2Layer
-from gss.ops.matrix_state import MOST_FORGOTTEN, left, reference, scan
+from gss.ops.matrix_state import left, reference, scan
 from tests.comparing import relative_error
-from tests.conftest import GATED, small_config
+from tests.conftest import small_config
 
 
 def inputs(length: int, batch: int = 2, heads: int = 3, modes: int = 4, values: int = 5) -> list[torch.Tensor]:
@@ -19,24 +19,17 @@ def inputs(length: int, batch: int = 2, heads: int = 3, modes: int = 4, values: 
     return [t.requires_grad_() for t in (q, k, draw(batch, length, heads, values), rate, state)]
 
 
-def gates(like: torch.Tensor) -> torch.Tensor:
-    """Some log g for queries [B, L, h, 2N], of which a token in five forgets as much as one can."""
-    drawn = torch.rand(like.shape[:3], dtype=like.dtype)
-    return (-MOST_FORGOTTEN * (1.25 * drawn).clamp(max=1) ** 3).requires_grad_()
-
-
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 131, 200])
 @pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_chunks_are_the_recurrence(length: int, carried: bool, gated: bool) -> None:
+def test_chunks_are_the_recurrence(length: int, carried: bool) -> None:
     *operands, state = inputs(length)
-    given, log_gates = state if carried else None, gates(operands[0]) if gated else None
-    y, after = scan(*operands, given, log_gates=log_gates)
-    expected_y, expected_after = reference(*operands, given, log_gates)
+    given = state if carried else None
+    y, after = scan(*operands, given)
+    expected_y, expected_after = reference(*operands, given)
     assert relative_error(y, expected_y) < 1e-12
     assert relative_error(after, expected_after) < 1e-12
     weights = torch.randn_like(y), torch.randn_like(after)
-    wanted = [*operands, *[state] * carried, *([] if log_gates is None else [log_gates])]
+    wanted = [*operands, state] if carried else operands
     gradients = torch.autograd.grad((y * weights[0]).sum() + (after * weights[1]).sum(), wanted)
     plain = (expected_y * weights[0]).sum() + (expected_after * weights[1]).sum()
     for gradient, expected in zip(gradients, torch.autograd.grad(plain, wanted), strict=True):
@@ -45,31 +38,26 @@ def test_chunks_are_the_recurrence(length: int, carried: bool, gated: bool) -> N
 
 def test_the_size_of_a_chunk_does_not_matter() -> None:
     *operands, state = inputs(50)
-    log_gates = gates(operands[0])
-    y, after = scan(*operands, state, log_gates=log_gates)
+    y, after = scan(*operands, state)
     for chunk in (1, 7, 16, 50):
-        other, other_after = scan(*operands, state, chunk, log_gates=log_gates)
+        other, other_after = scan(*operands, state, chunk)
         assert relative_error(other, y) < 1e-12
         assert relative_error(other_after, after) < 1e-12
 
 
 def test_what_tokens_leave_behind() -> None:
     q, k, v, rate, _ = inputs(150)
-    log_gates = gates(q)
-    for given in (None, log_gates):
-        assert relative_error(left(k, v, rate, given, chunk=40), reference(q, k, v, rate, None, given)[1]) < 1e-12
+    assert relative_error(left(k, v, rate, chunk=40), reference(q, k, v, rate)[1]) < 1e-12
 
 
-def test_the_largest_gates_and_rates_overflow_nothing() -> None:
-    """In float32, with every token forgetting as much as it can and modes that decay by e^−1 per token."""
+def test_the_largest_rates_overflow_nothing() -> None:
+    """In float32, with modes that decay by e^−1 per token."""
     q, k, v = (torch.randn(1, 200, 1, size).requires_grad_() for size in (8, 8, 5))
     rate = torch.stack([torch.full((1, 4), -1.0), torch.rand(1, 4)]).double().requires_grad_()
-    log_gates = torch.full((1, 200, 1), -MOST_FORGOTTEN).requires_grad_()
-    operands = (q, k, v, rate, log_gates)
+    operands = (q, k, v, rate)
     results = []
     for function, kind in ((scan, torch.float32), (reference, torch.float64)):
-        *given, gated = (t if t is rate else t.to(kind) for t in operands)
-        y, _ = function(*given, log_gates=gated)
+        y, _ = function(*(t if t is rate else t.to(kind) for t in operands))
         results.append([y, *torch.autograd.grad(y.double().square().sum(), operands)])
     for found, expected in zip(*results, strict=True):
         assert relative_error(found, expected) < 1e-4
@@ -84,28 +72,6 @@ def test_float32_and_bfloat16_stay_close_over_many_chunks() -> None:
         assert y.dtype == kind
         assert state.dtype == torch.float32
         assert relative_error(y.double(), expected) < tolerance
-
-
-def test_gates_are_as_precise_after_many_tokens() -> None:
-    """The sum of log g reaches −1,000 here, where float32 would round a ratio of gates to 6e-5."""
-    *operands, _ = (t.detach() for t in inputs(8192, batch=1))
-    log_gates = 0.5 * gates(operands[0]).detach() - 0.05
-    expected, _ = scan(*operands, log_gates=log_gates)
-    found, _ = scan(*(t.float() for t in operands[:3]), operands[3], log_gates=log_gates.float())
-    assert relative_error(found[:, -512:].double(), expected[:, -512:]) < 2e-6
-
-
-def test_gradients_of_gates_are_as_precise_in_a_long_sequence() -> None:
-    """As a sum over all that follows, each would have the rounding of thousands of tokens in it."""
-    *operands, _ = (t.detach() for t in inputs(4096, batch=1, modes=16, values=16))
-    log_gates, weights = gates(operands[0]).detach(), torch.randn(1, 4096, 3, 16, dtype=torch.float64)
-    found = []
-    for kind in (torch.bfloat16, torch.float64):
-        leaf = log_gates.clone().requires_grad_()
-        y, _ = scan(*(t.bfloat16().to(kind) for t in operands[:3]), operands[3], log_gates=leaf)
-        found += torch.autograd.grad(y, leaf, weights.bfloat16().to(kind))
-    assert relative_error(*found) < 3e-2
-    assert relative_error(*(gradient.mean(1) for gradient in found)) < 3e-1  # what a bias learns from
 
 
 def test_single_tokens_do_not_drift() -> None:
@@ -125,10 +91,9 @@ def test_single_tokens_do_not_drift() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["gss2", GATED])
-def test_a_layer_is_its_definition(family: str) -> None:
+def test_a_layer_is_its_definition() -> None:
     """x + (norm(y) ∗ swish(norm(x)·W_z))·W_o and a feed-forward, with y by the recurrence."""
-    layer, length, heads = GSS2Layer(small_config(family)).double(), 9, 2
+    layer, length, heads = GSS2Layer(small_config("gss2")).double(), 9, 2
     for parameter in layer.parameters():
         parameter += 0.3 * torch.randn_like(parameter)
     space = layer.state_space
@@ -147,11 +112,7 @@ def test_a_layer_is_its_definition(family: str) -> None:
     decay = space.log_decay.exp().clamp(max=1)
     energy = (1 - torch.exp(-2 * decay)).sqrt().repeat(1, 2)
     rate = torch.stack([-decay, space.log_frequency.exp()])
-    log_gates = None
-    if layer.forget is not None:
-        assert space.forget_bias is not None
-        log_gates = -0.35 * torch.sigmoid(layer.forget(normed) + space.forget_bias)
-    y, state = reference(unit(q) / (2 * space.modes) ** 0.5, unit(k) * energy, v, rate, log_gates=log_gates)
+    y, state = reference(unit(q) / (2 * space.modes) ** 0.5, unit(k) * energy, v, rate)
     y = unit(y + space.skip[:, None] * v).flatten(2) * layer.output_scale
     expected = layer.feedforward(x + layer.output(y * F.silu(layer.gate(normed))))
     found, after = layer.eval()(x)

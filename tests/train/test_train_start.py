@@ -23,7 +23,7 @@ from gss.nn.lora import add_lora, merged
 from gss.training.config import OptimizerConfig, TrainConfig
 from gss.training.start import first_model, plan
 from tests import conftest
-from tests.conftest import FAMILIES, VARIANTS, WINDOW_FAMILIES
+from tests.conftest import FAMILIES, SLIDING, WINDOW_FAMILIES
 from tests.making import call
 
 CARRYING = ("gss", "gss-hybrid", "gss2", "dss")
@@ -151,7 +151,7 @@ def test_the_gradient_of_a_tuned_state(family: str) -> None:
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(got[name].view(-1)[place].item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WINDOW_FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOW_FAMILIES, SLIDING])
 def test_all_that_is_tuned_of_a_state_has_an_effect(family: str, corpus: Path, tmp_path: Path) -> None:
     """A model that reads nothing of its first state is refused, not trained in vain."""
     settings = {"start": str(tmp_path), "tune": "state", "model": conftest.small_config(family, vocab_size=257)}

@@ -85,8 +85,6 @@ def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"state spaces with a step per channel (DSS) have no ONNX export: {_EXPORTED} have one")
         return {name: (2, space.channels, space.config.modes) for name, space in layer.spaces().items()}
     if isinstance(layer, GSS2Layer):
-        if layer.forget is not None:
-            raise ValueError("GSS2 with forget gates (matrix_state.forget_gate) has no ONNX export yet")
         return {name: tuple(size or 0 for size in slot.shape) for name, slot in layer.state_slots().items()}
     if isinstance(layer, TransformerBlock) and layer.reach is not None:
         return dict.fromkeys(("keys", "values"), (layer.reach, layer.heads, layer.head_width))

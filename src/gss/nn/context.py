@@ -156,14 +156,13 @@ class _Send(torch.autograd.Function):
 
 
 def by_decay(space: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-    """Where states add up. `space` has `left(x)`, the state that tokens alone leave and what they do to one before
-    them, and `faded(state, tokens, …)`, the latter with that."""
+    """Where states add up. `space` has `left(x)`, the state that tokens alone leave, and `faded(state, tokens)`."""
     context, length = stretch.context, x.shape[1]
-    left, *effects = space.left(stretch.last_document(x))
-    x, gathered, *effects = _Gather.apply(context, x, left, *effects)
+    left = space.left(stretch.last_document(x))
+    x, gathered = _Gather.apply(context, x, left)
     before = state = torch.zeros_like(left) if stretch.state is None else stretch.state
     for rank in range(context.size if keep_state else context.rank):
-        state = space.faded(state, length, *(effect[rank] for effect in effects))
+        state = space.faded(state, length)
         if stretch.documents is not None:
             state = stretch.documents.survivors(rank, state)
         state = state + gathered[rank]

@@ -2,8 +2,7 @@
 
 As in GSS, the transition is diagonal, complex and the same for every token. Unlike in GSS, the input and output vectors
 of the state space are computed from the token, like keys and queries in attention. The state is then a matrix per head,
-modes × values, of constant size: a query retrieves what a token wrote under a matching key (docs/models.md). With
-forget gates, the token also chooses how much of each head's state is kept, by a number that all its modes share.
+modes × values, of constant size: a query retrieves what a token wrote under a matching key (docs/models.md).
 """
 
 import math
@@ -35,7 +34,6 @@ class GSS2Layer(SequenceLayer):
         self.norm = norm(config.width, config)
         self.query, self.key = dense(config.width, keys, config), dense(config.width, keys, config)
         self.value, self.gate = dense(config.width, inner, config), dense(config.width, inner, config)
-        self.forget = dense(config.width, heads, config, bias=False) if config.matrix_state.forget_gate else None
         self.short = ShortConvolution(2 * keys + inner, config.matrix_state.taps)
         self.state_space = KeyedStateSpace(config)
         self.output_scale = nn.Parameter(torch.ones(inner))
@@ -51,39 +49,31 @@ class GSS2Layer(SequenceLayer):
         return self.feedforward(x), after
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Queries, keys, values and what gates are made of, side by side; on a GPU by one product, so that nothing is
-        copied."""
-        layers = [layer for layer in (self.query, self.key, self.value, self.forget) if layer is not None]
+        """Queries, keys and values side by side; on a GPU by one product, so that nothing is copied."""
+        layers = (self.query, self.key, self.value)
         if fast.half(x) is None or any(type(layer) is not nn.Linear for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
         weight = torch.cat(tuple(layer.weight for layer in layers))
-        biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-        bias = F.pad(torch.cat(biases), (0, len(weight) - sum(map(len, biases)))) if biases else None
-        return F.linear(x, weight, bias)
+        return F.linear(
+            x, weight, None if self.query.bias is None else torch.cat(tuple(layer.bias for layer in layers))
+        )
 
     @each_document_alone
     def mix(
         self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True
     ) -> tuple[Tensor, LayerState]:
-        """The short convolution and the state space: [B, L, queries + keys + values + gates] → [B, L, h, D]."""
-        channels = self.short.taps.shape[1]
-        projected, gates = projected[..., :channels], projected[..., channels:]
+        """The short convolution and the state space: [B, L, queries + keys + values] → [B, L, h, D]."""
         half = fast.half(projected) if projected.shape[1] > 1 and not isinstance(state, Stretch) else None
         if half is not None:
             from gss.ops.gpu import short
 
             if len(self.short.taps) == short.TAPS:
-                return self._mix_on_gpu(projected.to(half), gates, state, keep_state)
+                return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
-        convolved = F.silu(convolved)
-        if self.forget is not None:
-            convolved = torch.cat([convolved, gates], dim=-1)
-        y, modes = self.state_space(convolved, state and state["modes"], keep_state)
+        y, modes = self.state_space(F.silu(convolved), state and state["modes"], keep_state)
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
 
-    def _mix_on_gpu(
-        self, x: Tensor, gates: Tensor, state: LayerState | None, keep_state: bool
-    ) -> tuple[Tensor, LayerState]:
+    def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
         """`mix` by kernels alone."""
         from gss.ops.gpu.short import short_mix
 
@@ -92,8 +82,7 @@ class GSS2Layer(SequenceLayer):
         with torch.autocast(x.device.type, enabled=False):
             rate = space.rate()
             queries, keys, values = short_mix(x, self.short.taps, space.scales(rate), recent, space.heads)
-            log_gates = space.log_gates(gates)
-            y, modes = matrix_state.scan(queries, keys, values, rate, modes, skip=space.skip, log_gates=log_gates)
+            y, modes = matrix_state.scan(queries, keys, values, rate, modes, skip=space.skip)
         if not keep_state:
             return y, {}
         return y, {"modes": modes, "recent": self.short.kept(x, recent)}
@@ -109,12 +98,12 @@ class GSS2Layer(SequenceLayer):
     def decode_plan(self, state: LayerState, block: Block) -> DecodePlan | None:
         from gss.nn.cpu_plans import CompiledGSS2Plan
 
-        return CompiledGSS2Plan(self, state) if self.forget is None and CompiledGSS2Plan.fits(self) else None
+        return CompiledGSS2Plan(self, state) if CompiledGSS2Plan.fits(self) else None
 
     def gpu_plan(self, block: int) -> GPUPlan | None:
         from gss.nn.gpu_plans import GSS2Plan
 
-        return GSS2Plan(self) if self.forget is None and GSS2Plan.fits(self) else None
+        return GSS2Plan(self) if GSS2Plan.fits(self) else None
 
     def mixing_flops(self, length: int) -> float:
         space = self.state_space
@@ -168,9 +157,6 @@ class KeyedStateSpace(StateSpace):
             if not parameter.is_meta:
                 parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
         self.skip = nn.Parameter(torch.full((self.heads,), float(config.matrix_state.skip)))  # D
-        self.forget_bias = None
-        if config.matrix_state.forget_gate:  # at first, heads keep their states for 160 to 23,000 tokens
-            self.forget_bias = nn.Parameter(torch.linspace(-4, -9, self.heads))
 
     def rate(self) -> Tensor:
         """λ, real and imaginary part, [2, h, N] float64."""
@@ -183,11 +169,9 @@ class KeyedStateSpace(StateSpace):
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
-        """Divide λ by a factor, and log g where little is forgotten: modes remember so many times as long. D shrinks as
-        what they write does."""
-        for logarithm in (self.log_decay, self.log_frequency, self.forget_bias):
-            if logarithm is not None:
-                logarithm.sub_(math.log(factor))
+        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
+        self.log_decay.sub_(math.log(factor))
+        self.log_frequency.sub_(math.log(factor))
         self.skip.div_(math.sqrt(factor))
 
     @torch.no_grad()
@@ -199,33 +183,23 @@ class KeyedStateSpace(StateSpace):
 
     @across_ranks(by_decay)
     def forward(self, x: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor]:
-        """Queries, keys, values and what gates are made of, [B, L, h·(2N + 2N + D (+ 1))], and S [B, h, 2N, D] →
-        y [B, L, h, D] and the next S.
+        """Queries, keys and values side by side, [B, L, h·(2N + 2N + D)], and S [B, h, 2N, D] → y [B, L, h, D] and the
+        next S.
         """
         with torch.autocast(x.device.type, enabled=False):
             rate = self.rate()
-            queries, keys, values, log_gates = self._split(x, rate)
-            return matrix_state.scan(queries, keys, values, rate, state, skip=self.skip, log_gates=log_gates)
+            return matrix_state.scan(*self._split(x, rate), rate, state, skip=self.skip)
 
-    def log_gates(self, x: Tensor) -> Tensor | None:
-        """log g [B, L, h] of what gates are made of; None without."""
-        if self.forget_bias is None:
-            return None
-        kind = torch.promote_types(x.dtype, torch.float32)
-        return -matrix_state.MOST_FORGOTTEN * torch.sigmoid(x.to(kind) + self.forget_bias.to(kind))
-
-    def left(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The S that tokens leave where there was none before, and, with gates, what is kept of one that was."""
+    def left(self, x: Tensor) -> Tensor:
+        """The S that queries, keys and values leave where there was none before."""
         with torch.autocast(x.device.type, enabled=False):
             rate = self.rate()
-            _, keys, values, log_gates = self._split(x, rate)
-            after = matrix_state.left(keys, values, rate, log_gates)
-            return (after,) if log_gates is None else (after, log_gates.double().sum(1).exp())
+            _, keys, values = self._split(x, rate)
+            return matrix_state.left(keys, values, rate)
 
-    def faded(self, state: Tensor, tokens: int, kept: Tensor | None = None) -> Tensor:
-        """S so many tokens later, were they all zero, but for their gates."""
-        state = matrix_state.decayed(state, self.rate(), tokens)
-        return state if kept is None else state * kept.to(state.dtype)[..., None, None]
+    def faded(self, state: Tensor, tokens: int) -> Tensor:
+        """S so many tokens later, were they all zero."""
+        return matrix_state.decayed(state, self.rate(), tokens)
 
     def energy(self, rate: Tensor) -> Tensor:
         """What normed keys are multiplied by, [h, 2N]."""
@@ -236,17 +210,12 @@ class KeyedStateSpace(StateSpace):
         energy = self.energy(rate)
         return torch.cat([torch.full_like(energy, 1 / math.sqrt(2 * self.modes)), energy]).float()
 
-    def _split(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _split(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, L, h, 2N], of a length that makes every mode add the same energy, whatever its time
-        constant, values [B, L, h, D] and log g.
+        constant, and values [B, L, h, D].
         """
-        width, gates = self.heads * 2 * self.modes, 0 if self.forget_bias is None else self.heads
-        *parts, given = x.split([width, width, x.shape[-1] - 2 * width - gates, gates], dim=-1)
+        width = self.heads * 2 * self.modes
+        parts = x.split([width, width, x.shape[-1] - 2 * width], dim=-1)
         queries, keys, values = (part.unflatten(-1, (self.heads, -1)) for part in parts)
         queries, keys = (F.rms_norm(t, t.shape[-1:], eps=1e-6) for t in (queries, keys))
-        return (
-            queries / math.sqrt(2 * self.modes),
-            keys * self.energy(rate).to(keys.dtype),
-            values,
-            self.log_gates(given),
-        )
+        return queries / math.sqrt(2 * self.modes), keys * self.energy(rate).to(keys.dtype), values

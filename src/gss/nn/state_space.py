@@ -104,16 +104,15 @@ class DiagonalStateSpace(StateSpace):
             return self._mix(u, state, keep_state)
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
-    def left(self, u: Tensor) -> tuple[Tensor]:
+    def left(self, u: Tensor) -> Tensor:
         """The state that u [B, L, H] leaves where there was none before."""
         kind = fast.half(u)
         if kind is not None and self.log_step is None:  # a second convolution costs less than products in float32
             after = self._mix_on_gpu(u.to(kind), None, True)[1]
             assert after is not None
-            return (after,)
+            return after
         with torch.autocast(u.device.type, enabled=False):
-            after = final_state(u.to(state_dtype(self.readout.dtype)), self.discretized()[1], None)
-            return (torch.view_as_real(after),)
+            return torch.view_as_real(final_state(u.to(state_dtype(self.readout.dtype)), self.discretized()[1], None))
 
     def faded(self, state: Tensor, tokens: int) -> Tensor:
         """The state [B, H, N, 2] after this many further tokens, all zero."""

@@ -1,34 +1,24 @@
 """A diagonal state space whose input and output vectors are chosen by the token: its state is a matrix.
 
-    S_t = g_t·e^λ ∗ S_{t−1} + k_t v_tᵀ      S complex, modes × values; λ [N] per head, the same for every token
-    y_t = Re(q_t* S_t)                       q_t and k_t complex, one number per mode; g_t a forget gate, or 1
+    S_t = e^λ ∗ S_{t−1} + k_t v_tᵀ          S complex, modes × values; λ [N] per head, the same for every token
+    y_t = Re(q_t* S_t)                       q_t and k_t complex, one number per mode
 
 Complex numbers are real pairs: the first half of the last dimension of q and k, and of the second to last of S, is
 real, the second imaginary. In parallel the sequence is cut into chunks: inside one the map is a masked product of
 queries and keys, as in attention; between chunks only the state is carried. `reference` is the recurrence as written
 above.
-
-Forget gates need little besides: with G_t the sum of log g up to t, a product of gates is e^{G_t − G_s}. So queries are
-multiplied by e^{G_t − M} and keys by e^{M − G_t}, M being G in the middle of their chunk, and the state by e^{M' − M}
-between one chunk's middle and the next. Nothing depends on where in a chunk M is taken, so that part of it has no
-gradient. A gate's is the sum of q*·dq − k*·dk over the rest of its chunk, and one number for all that passes on to
-later ones: summed to the sequence's end, it would hold the rounding of every later token.
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gss.ops import fast
 
 CHUNK = 64
-"""Tokens of a chunk. Inside one, powers of e^λ are taken from the middle, so that e^(64·|Re λ + log g|), in products
-that are masked, must not overflow."""
-MOST_FORGOTTEN = 0.35
-"""The largest −log g. |Re λ| is at most 1."""
+"""Tokens of a chunk. Inside one, powers of e^λ are taken from the middle, so that e^(64·|Re λ|), in products that are
+masked, must not overflow."""
 
 
 def scan(
@@ -39,72 +29,48 @@ def scan(
     state: Tensor | None = None,
     chunk: int = CHUNK,
     skip: Tensor | None = None,
-    log_gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q, k [B, L, h, 2N], v [B, L, h, D], λ [2, h, N] and S [B, h, 2N, D] → y [B, L, h, D] and the next S.
 
-    λ is its real and its imaginary part, float64; `skip` [h] adds so much of each value to its own output; `log_gates`
-    [B, L, h] are log g, between −MOST_FORGOTTEN and 0. Products are in the precision of the inputs, the state in
-    float32 at least. Powers of e^λ are made in float64: in float32 the phase of a fast mode would be off by 1e-5 at a
-    chunk's end already.
+    λ is its real and its imaginary part, float64; `skip` [h] adds so much of each value to its own output. Products are
+    in the precision of the inputs, the state in float32 at least. Powers of e^λ are made in float64: in float32 the
+    phase of a fast mode would be off by 1e-5 at a chunk's end already.
     """
     half = fast.half(values) if values.shape[1] > 1 else None
     if half is not None:
         from gss.ops.gpu.matrix_state import matrix_scan
 
-        if log_gates is None:
-            y, state, *_ = matrix_scan(queries.to(half), keys.to(half), values.to(half), rate, skip, state, None)
-            return y, state
-        queries, keys, frames, into, out = from_middles(queries, keys, log_gates)
-        wide = torch.promote_types(half, torch.bfloat16)  # keys are multiplied by up to e^11
-        state = None if state is None else state * into
-        y, state, *_ = matrix_scan(queries.to(wide), keys.to(wide), values.to(half), rate, skip, state, frames)
-        return y, state * out
+        y, state, *_ = matrix_scan(queries.to(half), keys.to(half), values.to(half), rate, skip, state)
+        return y, state
     precise = torch.promote_types(values.dtype, torch.float32)
     if state is None:
         state = values.new_zeros(len(values), *keys.shape[2:], values.shape[-1], dtype=precise)
     if values.shape[1] == 1:
-        y, state = _step(queries[:, 0], keys[:, 0], values[:, 0], rate, state, log_gates)
+        y, state = _step(queries[:, 0], keys[:, 0], values[:, 0], rate, state)
     else:
         whole = values.shape[1] // chunk * chunk
         parts = []
         for part, size in ((slice(0, whole), chunk), (slice(whole, None), values.shape[1] - whole)):
             if values[:, part].shape[1]:
-                gates = None if log_gates is None else log_gates[:, part]
-                y, state = _scan_chunks(queries[:, part], keys[:, part], values[:, part], rate, state, size, gates)
+                y, state = _scan_chunks(queries[:, part], keys[:, part], values[:, part], rate, state, size)
                 parts.append(y)
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return y if skip is None else y + skip.to(y.dtype).unsqueeze(-1) * values, state
 
 
-def _step(
-    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, state: Tensor, log_gates: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One token: q, k [B, h, 2N], v [B, h, D], log g [B, 1, h].
+def _step(queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: q, k [B, h, 2N], v [B, h, D].
 
     The update is float64 arithmetic on a stored state of lower precision, as `state_space.carried_state` explains.
     """
-    kind, state = state.dtype, decayed(state.double(), rate, 1)
-    if log_gates is not None:
-        state = state * log_gates[:, 0].double().exp()[..., None, None]
-    state = (state + keys.unsqueeze(-1) * values.unsqueeze(-2)).to(kind)
+    state = (decayed(state.double(), rate, 1) + keys.unsqueeze(-1) * values.unsqueeze(-2)).to(state.dtype)
     y = queries.to(state.dtype).unsqueeze(-2) @ state  # [B, h, 1, D]
     return y.to(values.dtype).transpose(1, 2), state
 
 
 def _scan_chunks(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rate: Tensor,
-    state: Tensor,
-    size: int,
-    log_gates: Tensor | None,
+    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, state: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    frames = out = None
-    if log_gates is not None:
-        queries, keys, frames, into, out = from_middles(queries, keys, log_gates, size)
-        queries, keys, state = queries.to(values.dtype), keys.to(values.dtype), state * into
     queries, keys, values = (
         t.unflatten(1, (-1, size)).transpose(2, 3) for t in (queries, keys, values)
     )  # [B, n, h, C, …]
@@ -116,35 +82,14 @@ def _scan_chunks(
     queries = turned(queries, torch.stack([-rate_of[0], rate_of[1]]), to_middle)
     y = (queries @ keys.mT).tril() @ values
     added = (keys.mT @ values).to(state.dtype)  # [B, n, h, 2N, D]
-    before, state = carry(added, powers(rate, size), decayed(state, rate, middle + 1), frames)
+    before, state = carry(added, powers(rate, size), decayed(state, rate, middle + 1))
     y = y + queries @ before.to(values.dtype)
-    state = decayed(state, rate, size - 1 - middle)
-    return y.transpose(2, 3).flatten(1, 2), state if out is None else state * out
+    return y.transpose(2, 3).flatten(1, 2), decayed(state, rate, size - 1 - middle)
 
 
-def from_middles(
-    queries: Tensor, keys: Tensor, log_gates: Tensor, chunk: int = CHUNK
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys, in float32 at least, as seen from the middle of their chunk; M [B, chunks, h] there, in float64
-    because it grows with the sequence; and what the state is multiplied by from the start to the first middle, and
-    from the last to the end."""
-    length = log_gates.shape[1]
-    total = F.pad(log_gates.double(), (0, 0, 0, -length % chunk)).unflatten(1, (-1, chunk)).cumsum(2)  # [B, n, C, h]
-    ends, middles = total[:, :, -1], total[:, :, chunk // 2].detach()
-    frames = ends.cumsum(1) - ends + middles
-    ratio = (total - middles.unsqueeze(2)).flatten(1, 2)[:, :length].unsqueeze(-1)
-    kind = torch.promote_types(queries.dtype, torch.float32)
-    queries, keys = queries * ratio.to(kind).exp(), keys * (-ratio).to(kind).exp()
-    into, out = (t.exp().to(kind)[..., None, None] for t in (middles[:, 0], ends[:, -1] - middles[:, -1]))
-    return queries, keys, frames, into, out
-
-
-def left(keys: Tensor, values: Tensor, rate: Tensor, log_gates: Tensor | None = None, chunk: int = 4096) -> Tensor:
+def left(keys: Tensor, values: Tensor, rate: Tensor, chunk: int = 4096) -> Tensor:
     """The S that keys [B, L, h, 2N] and values [B, L, h, D] leave where there was none: `scan` without outputs."""
     precise = torch.promote_types(values.dtype, torch.float32)
-    if log_gates is not None:
-        total = log_gates.double().cumsum(1)
-        keys = keys * (total[:, -1:] - total).to(precise).exp().unsqueeze(-1)
     state = None
     for part, value in zip(keys.to(precise).split(chunk, 1), values.to(precise).split(chunk, 1), strict=True):
         size = part.shape[1]
@@ -185,29 +130,20 @@ def _times(x: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 
 @fast.uncompiled  # a loop whose graph would grow with the sequence
-def carry(
-    added: Tensor, factor: tuple[Tensor, Tensor], state: Tensor, frames: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def carry(added: Tensor, factor: tuple[Tensor, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk [B, n, h, 2N, D] and with the last's, from what each adds and e^{λC}, [h, N] twice.
 
-    All are as seen from a chunk's middle; `frames` are M there.
+    All are as seen from a chunk's middle.
     """
     before = [state]
-    gates = [None] * added.shape[1] if frames is None else frames.diff(dim=1).exp().to(state.dtype).unbind(1)
-    for part, gate in zip_longest(added.unbind(1), gates):
+    for part in added.unbind(1):
         state = before[-1] + part
-        after = _multiplied(state, factor)
-        before.append(after if gate is None else after * gate[..., None, None])
+        before.append(_multiplied(state, factor))
     return torch.stack(before[:-1], dim=1), state
 
 
 def reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rate: Tensor,
-    state: Tensor | None = None,
-    log_gates: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same by the recurrence, a token at a time, in complex arithmetic."""
     factor = torch.exp(torch.complex(*rate)).unsqueeze(-1)
@@ -215,7 +151,6 @@ def reference(
     s = torch.zeros((), dtype=q.dtype) if state is None else torch.complex(*state.chunk(2, dim=-2))
     outputs = []
     for t in range(values.shape[1]):
-        kept = factor if log_gates is None else log_gates[:, t].exp()[..., None, None] * factor
-        s = kept * s + k[:, t].unsqueeze(-1) * values[:, t].unsqueeze(-2)
+        s = factor * s + k[:, t].unsqueeze(-1) * values[:, t].unsqueeze(-2)
         outputs.append((q[:, t].conj().unsqueeze(-1) * s).real.sum(-2))
     return torch.stack(outputs, dim=1), torch.cat([s.real, s.imag], dim=-2)

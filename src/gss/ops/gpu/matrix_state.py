@@ -24,7 +24,6 @@ one program kept the state and did everything along a row, it would be 768 and 1
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,19 +46,15 @@ TILE, OUTPUT_TILE, GRADIENT_TILE = 64, 128, 64
 
 @fast.operation("gss::matrix_scan")
 def matrix_scan(
-    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None,
-    frames: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ.
-
-    With forget gates, queries and keys are those of `from_middles`, which also makes `frames`, M [B, chunks, h].
-    """
+    queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, skip: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gss.ops.matrix_state.scan` and, for the gradient alone, the states before chunks and powers of e^λ."""
     queries, keys, values = (_dense_rows(t) for t in (queries, keys, values))
     batch, length, heads, _ = keys.shape
     segment, _ = _layout(keys, values)
     table = _powers(rate, segment * CHUNK, length)
     after = torch.empty(_state_shape(keys, values), device=values.device)
-    states = _states(keys, values, table, frames, state, after, segment)
+    states = _states(keys, values, table, state, after, segment)
     y = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     sizes = _sizes(keys, values, OUTPUT_TILE)
     output_kernel[(states.shape[1], heads, batch)](
@@ -72,33 +67,27 @@ def matrix_scan(
 @fast.operation("gss::matrix_scan_backward")
 def matrix_scan_backward(
     grad: Tensor, grad_after: Tensor, states: Tensor, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
-    skip: Tensor | None, frames: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, the state and frames,
-    the last empty where there are none."""
+    skip: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients with respect to queries, keys, values, λ [2, h, N] and skip [h] in float64, and the state."""
     grad, queries, keys, values = (_dense_rows(t) for t in (grad, queries, keys, values))
     batch, length, heads, width = keys.shape
     segment, _ = _layout(keys, values)
     chunks = states.shape[1]
     grad_state = torch.empty(_state_shape(keys, values), device=values.device)
-    ahead = _states(queries, grad, table, frames, grad_after, grad_state, segment, back=True)
+    ahead = _states(queries, grad, table, grad_after, grad_state, segment, back=True)
     grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (queries, keys, values)]
-    partial = torch.empty(batch, chunks, heads, width + 2, device=values.device)
+    partial = torch.empty(batch * chunks, heads, width + 1, device=values.device)
     gradient_kernel[(chunks, heads, batch)](
         queries, keys, values, grad, table, skip, states, ahead, *grads, partial,
-        *_strides(queries, keys, values, grad), length, **_sizes(keys, values, GRADIENT_TILE),
-        GATED=frames is not None, **GRADIENT,
+        *_strides(queries, keys, values, grad), length, **_sizes(keys, values, GRADIENT_TILE), **GRADIENT,
     )  # fmt: skip
-    total = partial[..., :-1].sum((0, 1), dtype=torch.float64)
-    by_rate, by_skip = total[:, :-1].unflatten(1, (2, -1)).transpose(0, 1).contiguous(), total[:, -1].clone()
-    by_frames = total.new_empty(0)
-    if frames is not None:  # a state's factor is e^(M' − M); the one after the last chunk is not ours
-        by_frames = -F.pad(partial[:, :-1, :, -1].double(), (0, 0, 1, 1)).diff(dim=1)
-    return *grads, by_rate, by_skip, grad_state, by_frames
+    total = partial.sum(0, dtype=torch.float64)
+    return *grads, total[:, :-1].unflatten(1, (2, -1)).transpose(0, 1).contiguous(), total[:, -1].clone(), grad_state
 
 
 @matrix_scan.register_fake
-def _(queries, keys, values, rate, skip, state, frames):
+def _(queries, keys, values, rate, skip, state):
     after = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
     table = values.new_empty(keys.shape[2], CHUNK + 4, 4, keys.shape[3] // 2, dtype=torch.float32)
     states = values.new_empty(_states_shape(keys, values), dtype=_kind(values))
@@ -106,26 +95,25 @@ def _(queries, keys, values, rate, skip, state, frames):
 
 
 @matrix_scan_backward.register_fake
-def _(grad, grad_after, states, table, queries, keys, values, skip, frames):
+def _(grad, grad_after, states, table, queries, keys, values, skip):
     heads, width = keys.shape[2:]
     grads = (t.new_empty(t.shape) for t in (queries, keys, values))
     by_rate = values.new_empty(2, heads, width // 2, dtype=torch.float64)
     by_state = values.new_empty(_state_shape(keys, values), dtype=torch.float32)
-    by_frames = by_rate.new_empty(0 if frames is None else frames.shape)
-    return *grads, by_rate, by_rate.new_empty(heads), by_state, by_frames
+    return *grads, by_rate, by_rate.new_empty(heads), by_state
 
 
 def _save(ctx, inputs, output):
-    queries, keys, values, rate, skip, state, frames = inputs
-    ctx.kinds = [None if t is None else t.dtype for t in (rate, skip, state, frames)]
-    ctx.save_for_backward(*output[2:], queries, keys, values, skip, frames)
+    queries, keys, values, rate, skip, state = inputs
+    ctx.kinds = rate.dtype, None if skip is None else skip.dtype, None if state is None else state.dtype
+    ctx.save_for_backward(*output[2:], queries, keys, values, skip)
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx, grad, grad_after, *_):
-    found = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
-    rest = zip(found[3:], ctx.kinds, strict=True)
-    return *found[:3], *(None if kind is None else t.to(kind) for t, kind in rest)
+    *grads, by_rate, by_skip, by_state = matrix_scan_backward(grad, grad_after, *ctx.saved_tensors)
+    rest = zip((by_rate, by_skip, by_state), ctx.kinds, strict=True)
+    return *grads, *(None if kind is None else t.to(kind) for t, kind in rest)
 
 
 matrix_scan.register_autograd(_backward, setup_context=_save)
@@ -197,36 +185,34 @@ def _powers(rate: Tensor, segment: int, length: int) -> Tensor:
 
 
 def _find_starts(
-    written: Tensor, values: Tensor, table: Tensor, frames: Tensor | None, state: Tensor | None, starts: Tensor,
-    segment: int, back: bool = False,
+    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, starts: Tensor, segment: int,
+    back: bool = False,
 ) -> None:  # fmt: skip
     """Fills `starts`; `back`, from the sequence's end with queries for keys and the output's gradient for values."""
     sizes = _sizes(written, values)
     _, segments, heads, *_ = starts.shape
     if segments > 1:
         states_kernel[_grid(starts, segments - 1)](
-            written, values, table, frames, starts, None, None, *_strides(written, values),
+            written, values, table, starts, None, None, *_strides(written, values),
             values.shape[1], heads, segment, segments, **sizes, BACK=back, SUMS=True, **STATES,
         )  # fmt: skip
     pass_kernel[_grid(starts, 1)](
-        table, frames, None if state is None else state.contiguous(), starts, heads, segments, segment,
-        triton.cdiv(values.shape[1], CHUNK),
+        table, None if state is None else state.contiguous(), starts, heads, segments,
         **{name: sizes[name] for name in ("MODES", "VALUES", "BN", "BD", "C")}, BACK=back, num_warps=4,
     )  # fmt: skip
 
 
 def _states(
-    written: Tensor, values: Tensor, table: Tensor, frames: Tensor | None, state: Tensor | None, after: Tensor,
-    segment: int, back: bool = False,
+    written: Tensor, values: Tensor, table: Tensor, state: Tensor | None, after: Tensor, segment: int,
+    back: bool = False,
 ) -> Tensor:  # fmt: skip
     """The states before each chunk (`back`: after), and in `after` the one at the end, from the one at the start."""
     _, shape = _layout(written, values)
     starts = torch.empty(shape, device=values.device)
-    frames = None if frames is None else frames.contiguous()
-    _find_starts(written, values, table, frames, state, starts, segment, back)
+    _find_starts(written, values, table, state, starts, segment, back)
     states = torch.empty(_states_shape(written, values), dtype=_kind(values), device=values.device)
     states_kernel[_grid(starts)](
-        written, values, table, frames, starts, states, after, *_strides(written, values),
+        written, values, table, starts, states, after, *_strides(written, values),
         values.shape[1], starts.shape[2], segment, starts.shape[1],
         **_sizes(written, values), BACK=back, SUMS=False, **STATES,
     )  # fmt: skip

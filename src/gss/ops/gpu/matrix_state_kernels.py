@@ -150,15 +150,8 @@ def _store_state(at, mask, re, im, FURTHER: tl.constexpr):
 
 
 @triton.jit
-def _faded(frames, chunk, other, heads, head):
-    """What is left of a state seen from a chunk's middle at another's, later one's."""
-    there = tl.load(frames + other.to(tl.int64) * heads + head)
-    return tl.exp((there - tl.load(frames + chunk.to(tl.int64) * heads + head)).to(tl.float32))
-
-
-@triton.jit
 def pass_kernel(
-    table, frames, state, starts, heads, segments, segment, chunks,
+    table, state, starts, heads, segments,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """From what each segment adds, found one place further on in `starts`, to the states at their starts."""
@@ -179,15 +172,10 @@ def pass_kernel(
     turn_re, turn_im = _power(table, head, n, 1, BACK, MODES, C)
     at, mask = _state_at(starts, batch * segments * heads + head, d, n, MODES, VALUES)
     _store_state(at, mask, re, im, MODES)
-    for part in range(1, segments):
+    for _ in range(1, segments):
         at += heads * 2 * VALUES * MODES
         added_re, added_im = _load_state(at, mask, MODES)
         re, im = times(re, im, turn_re, turn_im)
-        if frames is not None:
-            earlier = batch * chunks + (chunks - 1 - part * segment if BACK else (part - 1) * segment)
-            later = batch * chunks + (chunks - 1 - (part - 1) * segment if BACK else part * segment)
-            left = _faded(frames, earlier, later, heads, head)
-            re, im = re * left, im * left
         re += added_re
         im += added_im
         _store_state(at, mask, re, im, MODES)
@@ -195,7 +183,7 @@ def pass_kernel(
 
 @triton.jit
 def states_kernel(
-    keys, values, table, frames, starts, states, after,
+    keys, values, table, starts, states, after,
     key_batch, key_row, key_head, value_batch, value_row, value_head, length, heads, segment, segments,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     KIND: tl.constexpr, PRODUCTS: tl.constexpr, BACK: tl.constexpr, SUMS: tl.constexpr,
@@ -235,11 +223,6 @@ def states_kernel(
             _product(v, k_re, re), _product(v, k_im, im),
             tl.where(ends, out_re, step_re), tl.where(ends, out_im, step_im),
         )  # fmt: skip
-        if frames is not None:
-            earlier = batch * chunks + tl.maximum(chunk - 1, 0) if BACK else batch * chunks + chunk
-            later = batch * chunks + chunk if BACK else batch * chunks + tl.minimum(chunk + 1, chunks - 1)
-            left = _faded(frames, earlier, later, heads, head)
-            re, im = re * left, im * left
     if SUMS:
         at, mask = _state_at(starts, (batch * segments + part + 1) * heads + head, d, n, MODES, VALUES)
         _store_state(at, mask, re, im, MODES)
@@ -307,7 +290,7 @@ def gradient_kernel(
     query_batch, query_row, query_head, key_batch, key_row, key_head, value_batch, value_row, value_head,
     grad_batch, grad_row, grad_head, length,
     MODES: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    KIND: tl.constexpr, PRODUCTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk, from the state before it and the gradient of its own bracket (R above), in `ahead`."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -343,7 +326,7 @@ def gradient_kernel(
         _store_values(by_values, i, live, heads * VALUES, d, gv, VALUES)
     by_scores = tl.where(i[:, None] >= i[None, :], by_scores, 0.0)
     distance = (i[:, None] - i[None, :]).to(tl.float32)
-    partial += here * (2 * MODES + 2)
+    partial += here * (2 * MODES + 1)
     tl.store(partial + 2 * MODES, tl.sum(tl.sum(tl.where(distance == 0, by_scores, 0.0), 1), 0))
     far = _rounded(by_scores * distance, KIND, PRODUCTS)
     by_scores = _rounded(by_scores, KIND, PRODUCTS)
@@ -377,10 +360,6 @@ def gradient_kernel(
     gone_re, gone_im = _parts(gk * (size - 1 - i).to(tl.float32)[:, None], C, BN)
     k_re, k_im = _turned(keys, table, head, i, live, key_row, n, False, MODES, C, KIND, PRODUCTS)
     out_re, out_im = _conjugate_sum(gone_re, gone_im, k_re, k_im)
-    if GATED:  # by a factor of the whole bracket
-        added_re, added_im = _parts(gk, C, BN)
-        added_re, added_im = _conjugate_sum(added_re, added_im, k_re, k_im)
-        tl.store(partial + 2 * MODES + 1, tl.sum(past_re + added_re, 0))
     tl.store(partial + n, rate_re + out_re + size * past_re, mask=n < MODES)
     tl.store(partial + MODES + n, -(rate_im + out_im + size * past_im), mask=n < MODES)
     gk_re, gk_im = _parts(_product(tl.trans(by_scores), q, gk), C, BN)
