@@ -56,7 +56,7 @@ MEANINGS = {
     "64 modes, values of 256": "and 256 numbers per value instead of 128, twice the state, at equal parameters",
     "64 modes, values of 384": "the same with 384 numbers per value",
     "values of 256": "256 numbers per value instead of 128, twice the state, at equal parameters",
-    "forget gates": "a token also chooses how much of each head's state is kept",
+    "forget gates": "a token also chooses how much of each head's state is kept (an option until commit 4f9b0dc)",
     "slow decays": "time constants of 10 to 33,000 tokens",
     "window 512": "instead of 4,096",
     "16k rows and window": "rows and window of 16,384 tokens from the start",

@@ -48,16 +48,6 @@ def test_toml(tmp_path) -> None:
     assert (config.width, config.pattern, config.state_space.decay_range) == (64, ("gss", "attention"), (0.01, 1.0))
 
 
-def test_a_setting_that_is_gone_is_ignored_where_it_had_no_effect() -> None:
-    """As GSS2's forget gates are, which configurations name that were written while they existed."""
-    for values in ({"matrix_state": {"forget_gate": False, "heads": 3}}, {"matrix_state.forget_gate": False}):
-        assert to_mapping(from_mapping(ModelConfig, values))["matrix_state"].keys() == {
-            "heads", "value_width", "taps", "skip",
-        }  # fmt: skip
-    with pytest.raises(ValueError, match="MatrixStateConfig has no field 'forget_gate'"):
-        from_mapping(ModelConfig, {"matrix_state": {"forget_gate": True}})
-
-
 def test_the_pattern_names_every_layer() -> None:
     attention = [i for i, kind in enumerate(gss.preset("gss-hybrid-l").layers, start=1) if kind == "attention"]
     assert attention == [2, 6, 10, 14, 18, 22, 26, 30]

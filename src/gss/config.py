@@ -18,9 +18,6 @@ from gss.choices import ACTIVATIONS, DISCRETIZATIONS, LAYERS, NORMS, WITH_DROPOU
 
 Config = TypeVar("Config")
 
-GONE = {"model.matrix_state.forget_gate": False}
-"""Settings that no longer exist, with the value at which they had no effect: files of earlier runs name them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpaceConfig(Checked):
@@ -252,8 +249,6 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     nested: dict[str, dict[str, Any]] = {}  # applied together, so that no order of settings is refused half-way
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        if any(gone.endswith(f".{key}") and value == neutral for gone, neutral in GONE.items()):
-            continue
         if name not in kinds:
             near = nearest(key, kinds, flattened(asdict(config)))
             raise ValueError(f"{type(config).__name__} has no field {name!r}{near}")

@@ -76,15 +76,6 @@ def test_a_setting_that_is_new_does_not_stop_an_old_run() -> None:
     assert differences(old, other) == {"optimizer.schedule": ("cosine", "inverse_sqrt")}
 
 
-def test_a_setting_that_is_gone_stops_an_old_run_only_where_it_had_an_effect() -> None:
-    config = resolve("gss2-tiny")
-    old = to_mapping(config)
-    old["model"]["matrix_state"]["forget_gate"] = False
-    assert differences(old, config) == {}
-    old["model"]["matrix_state"]["forget_gate"] = True
-    assert differences(old, config) == {"model.matrix_state.forget_gate": (True, False)}
-
-
 def test_what_a_model_does_not_use_may_differ() -> None:
     start = "model.state_space.frequency_init=log_normal"
     for name, differ in (("transformer-tiny", set()), ("gss-tiny", {"model.state_space.frequency_init"})):

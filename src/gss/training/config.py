@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gss.choices import Checked, chosen, limited
-from gss.config import GONE, ModelConfig, flattened, override, parse_assignments, to_mapping
+from gss.config import ModelConfig, flattened, override, parse_assignments, to_mapping
 from gss.presets import preset
 from gss.recipes import read_recipe
 from gss.training.schedule import SCHEDULES
@@ -264,11 +264,10 @@ def resolve(
 def differences(before: Mapping[str, Any], after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Settings that would change the result of a resumed run: dotted name → (before, after). `before` is plain data.
 
-    A setting that did not exist then counts as its default, one that is gone as having no effect; one that the model
-    does not use may have any value.
+    A setting that did not exist then counts as its default; one that the model does not use may have any value.
     """
     unused = {f"model.{name}" for name in after.model.unused}
-    old, new = flattened(to_mapping(TrainConfig())) | GONE | flattened(before), GONE | flattened(to_mapping(after))
+    old, new = flattened(to_mapping(TrainConfig())) | flattened(before), flattened(to_mapping(after))
     return {
         name: (old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
