@@ -230,12 +230,13 @@ class GSS2Plan(GPUPlan):
         self._gated = stream.scratch("gated", self.heads * self.values)
 
     def launch(self) -> None:
-        stream = self.stream
+        stream, modes, values = self.stream, pad(self.modes), pad(self.values)
+        warps = min(16, max(4, modes * values // 1024))  # a state in fewer warps does not fit into their registers
         stream.product(self.norm, self.projections, self._projected, "none")
         decode_mixers.keyed_step[(stream.batch * self.heads,)](
             self._projected, self._recent, self.taps, self._modes, self.step, self.energy, self.skip, self.scale,
             self._gated, (2 * self.modes) ** -0.5, self.heads, self.modes, self.values, len(self.taps),
-            N_PAD=pad(self.modes), D_PAD=pad(self.values), **stream.launch(),
+            N_PAD=modes, D_PAD=values, **stream.launch() | {"num_warps": warps},
         )  # fmt: skip
         stream.add(self._gated, self.output)
         self.feedforward.launch(stream)
