@@ -151,8 +151,10 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 
 def choices(kernel: str) -> Iterator[dict[str, int]]:
     if kernel == "gate forward":
-        for steps, warps in ((16, 8), (16, 16), (8, 16), (32, 16), (64, 16)):
-            yield {"STEPS": steps, "num_warps": warps}
+        for warps, registers in ((16, 64), (16, 40), (16, 32), (8, 80), (8, 64), (8, 48)):
+            yield {"STEPS": 16, "num_warps": warps, "maxnreg": registers}
+        for steps in (8, 32):
+            yield {"STEPS": steps, "num_warps": 16, "maxnreg": 40}
     elif kernel == "gate backward":
         for high, wide, warps, registers in (
             (64, 64, 4, 168), (64, 64, 4, 128), (64, 64, 4, 200), (128, 32, 4, 168), (32, 128, 4, 168),
