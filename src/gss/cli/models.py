@@ -198,7 +198,10 @@ def quantize_command(
     bits: Annotated[int, Option(help="Bits per weight: 16, 8 or 4.")] = 8,
     step: Step = None,
 ) -> None:
-    """Write a run folder with the model's matrices in fewer bits: smaller, and faster to decode on a CPU."""
+    """Write a run folder with the model's matrices in fewer bits: smaller, and faster to decode on a CPU.
+
+    A run that is quantized already is unpacked and rounded again.
+    """
     from gss.lm import quantize_run
 
     names = {16: "bf16", 8: "int8", 4: "int4"}
