@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gss
 from gss.accounting import account
 from gss.decode import Decoder, blocked
+from gss.io import runs
 from gss.lm import quantize_run
 from gss.nn.dense import dense
 from gss.nn.quantized import QuantizedEmbedding, QuantizedLinear, packed_twin, packed_weight, quantize, weights_of
@@ -180,6 +181,13 @@ def test_a_quantized_run_quantized_again(tmp_path: Path, stored: str, to: str) -
             second = quantize_run(first, tmp_path / "second", to)
         torch.testing.assert_close(gss.load(second).model.state_dict(), expected, rtol=0, atol=0)
     torch.testing.assert_close(gss.load(first, weights=to).model.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_the_size_of_a_state_is_compared_with_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gss.build_model(gss.preset("llama-tiny", attention={"sliding": 4096}))
+    folder = quantize_run(save_run(model, tmp_path / "run"), tmp_path / "int8", "int8")
+    monkeypatch.setattr(runs, "_STATE_BYTES", 0)
+    assert weights_of(gss.load(folder).model) == "int8"
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:

@@ -146,7 +146,7 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     except (AttributeError, RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
         return False
     found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     return found == dict(shapes) and state <= max(_STATE_BYTES, 16 * weights)
 
 
