@@ -170,7 +170,8 @@ def export_command(
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one for each file that is written
         from gss.hf import export_run
 
-        print(f"wrote {export_run(run, out, step=step)}: to load it in transformers, import gss.hf first")
+        folder = export_run(run, out, step=step)
+        print(f"wrote {folder}, its weights in float32: to load it in transformers, import gss.hf first")
     elif to is Target.onnx:
         from gss.export import export_onnx
 
