@@ -98,8 +98,8 @@ def _with(module: nn.Module, packed: Packed) -> nn.Module:
 
 def weights_of(model: nn.Module) -> str | None:
     """The format of a model's packed weights, by the fewest bits among them: bf16, int8 or int4; None if none is."""
-    found = {packed_weight(module).bits for module in model.modules() if isinstance(module, QuantizedLinear)}
-    return next((name for name, bits in BITS.items() if bits == min(found)), None) if found else None
+    packed = (packed_weight(module).bits for module in model.modules() if isinstance(module, QuantizedLinear))
+    return {bits: name for name, bits in BITS.items()}.get(min(packed, default=0))
 
 
 def quantize(model: nn.Module, weights: str) -> None:
