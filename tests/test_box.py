@@ -25,7 +25,7 @@ from gss import box
 from gss.accounting import account
 from gss.data import load_tokenizer, open_dataset
 from gss.generate import Sampling, generate
-from gss.nn.quantized import is_quantized, quantize
+from gss.nn.quantized import quantize, weights_of
 from gss.recipes import recipe_path
 from gss.training import resolve
 from tests.making import call, make_corpus, make_run
@@ -186,7 +186,7 @@ def test_matrices_in_bf16_are_dense_layers_once_loaded(folders: tuple[Path, Path
     stored = load_file(next(write_box(run, tmp_path / "box", weights="bf16").rglob("*.safetensors")))
     model = gss.load(tmp_path / "box").model
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
-    assert not is_quantized(model)
+    assert weights_of(model) is None
     for name, tensor in gss.load(run).model.state_dict().items():
         assert torch.equal(model.get_parameter(name), tensor.to(stored[name].dtype).float())
 

@@ -45,9 +45,9 @@ _IMPORTS = {
     "choices pieces accounting presets recipes",
     "probe": "config nn model data precision scoring lm evaluation training",
     "hf": "config nn model loss data io io.files lm",
-    "export": "nn model ops data io.files lm",
+    "export": "accounting nn model ops data io.files lm",
     "lm_eval": "model sampling data generate scoring lm",
-    "serve": f"gss {_MODEL} sampling precision io.files data decode generate lm",
+    "serve": f"gss {_MODEL} accounting sampling precision io.files data decode generate lm",
     "report": f"{_RUN} accounting paper training",
     "bench": f"{_RUN} accounting loss presets training",
     "reproduce": f"{_RUN} accounting paper recipes training report bench",
@@ -123,12 +123,15 @@ def test_help_and_import_do_not_load_torch() -> None:
 
 
 def test_loading_a_model_needs_nothing_of_training() -> None:
-    script = "import sys, gss; gss.load().generate(max_tokens=1); print(*sys.modules)"
+    script = (
+        "import sys, gss; from gss.accounting import account; account(gss.preset('gss2-small')); "
+        "gss.load().generate(max_tokens=1); print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     loaded = set(done.stdout.split())
     assert "gss.lm" in loaded
     above = {"gss.training", "gss.evaluation", "gss.serve", "rich", "typer"}
-    assert not (above | {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}) & loaded
+    assert not (above | {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}) & loaded
 
 
 POSIX_ONLY = """

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gss.config import ModelConfig
-from gss.model import build_layer
+from gss.model import NothingDrawn, build_layer
 from gss.nn.dense import norm
 from gss.nn.state_space import StateSpace
 
@@ -49,7 +49,7 @@ def account(config: ModelConfig, length: int = 4096) -> Accounts:
     parts = [Part("embedding (tied)", 1, config.vocab_size * config.width)]
     flops = {"dense": 2 * config.vocab_size * config.width, "mixing": 0}
     state_scalars, counts = 0, 8  # the position
-    with torch.device("meta"):
+    with torch.device("meta"), NothingDrawn():
         for kind in dict.fromkeys(config.layers):
             layer, count = build_layer(kind, config), config.layers.count(kind)
             spaces = [module for module in layer.modules() if isinstance(module, StateSpace)]

@@ -1,6 +1,7 @@
 """A model with its vocabulary, as `gss.load` returns it: it generates text, scores text and reads text into a state."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from gss.io.runs import load_model, read_config
 from gss.io.states import load_state
 from gss.model import LanguageModel, build_model
 from gss.nn.context import Context
-from gss.nn.quantized import is_quantized, quantize, unpacked_state
+from gss.nn.quantized import quantize, unpacked_state, weights_of
 from gss.nn.state import ModelState
 from gss.ops import fast
 from gss.ops.cpu.pages import use_large_pages
@@ -180,13 +181,14 @@ def load(
     `run` is a run folder, or a folder written by `gss export`; without it, or with "box", you get the bundled model.
     With a `state`, or the path of one, every text starts from that state. The device "auto" is a GPU if there is one.
     `weights` (bf16, int8 or int4) quantizes the matrices, which makes the model smaller and faster to decode on a CPU;
-    `gss quantize` does so permanently. A quantized model cannot be trained; `weights="fp32"` unpacks it.
+    `gss quantize` does so permanently. A quantized model cannot be trained; `weights="fp32"` unpacks it. A model that
+    is stored in another format than the one asked for is unpacked and rounded again.
 
     >>> lm = gss.load(run)
     >>> lm.step
     12
-    >>> gss.load().preset
-    'gss-hybrid-small'
+    >>> gss.load().tokenizer.vocab_size
+    8192
     """
     folder = run_folder(run)
     config = read_config(folder)
@@ -194,17 +196,25 @@ def load(
     with ThreadPoolExecutor(1) as beside:
         beside.submit(fast.prepare, device)  # hashing the weights leaves a core free for it
         model, step = load_model(folder, config, step, mapped=device.type != "cpu")
-    if weights == "fp32" and is_quantized(model):
-        packed, model = model, build_model(model.config).eval()
-        model.start_from(first_state(packed))
-        model.load_state_dict(unpacked_state(packed))
-    elif weights not in (None, "fp32"):
-        quantize(model, weights)
+    if weights is not None:
+        model = _in_format(model, weights)
     if state is not None:
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
     if device.type == "cpu":
         use_large_pages(model)
     return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
+
+
+def _in_format(model: LanguageModel, weights: str) -> LanguageModel:
+    """The model with its matrices in fp32, bf16, int8 or int4; rounded again, if they are in another format."""
+    stored = weights_of(model)
+    if stored not in (None, weights):
+        packed, model = model, build_model(model.config).eval()
+        model.start_from(first_state(packed))
+        model.load_state_dict(unpacked_state(packed))
+    if weights not in (stored, "fp32"):
+        quantize(model, weights)
+    return model
 
 
 def load_to_export(run: str | Path | None, **options: Any) -> LM:
@@ -223,7 +233,8 @@ def run_folder(run: str | Path | None) -> Path:
 def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step: int | None = None) -> Path:
     """Write a run folder with a run's model, its matrices in bf16, int8 or int4; `load` reads it like any other.
 
-    It keeps only the run's configuration, its vocabulary and the record of its data.
+    It keeps only the run's configuration, its vocabulary and the record of its data. A run that is quantized already
+    is unpacked and rounded again, with a warning; it is refused if it has that format.
 
     >>> small = quantize_run(run, folder / "small", "int8")
     >>> gss.load(small).score("the cat").perplexity > 1
@@ -231,11 +242,17 @@ def quantize_run(run: str | Path | None, out: str | Path, weights: str, *, step:
     """
     source, target = run_folder(run), Path(out)
     with written_folder(target) as aside:
-        lm = load(source, step=step, weights=weights)
+        lm = load(source, step=step)
+        name, stored = run or box.NAME, weights_of(lm.model)
+        if stored == weights:
+            raise ValueError(f"the weights of {name} are in {weights} already: use it as it is, or choose other bits")
+        if stored:
+            warnings.warn(f"{name} is stored in {stored}, so its weights are now rounded twice", stacklevel=2)
+        model = _in_format(lm.model, weights)
         kept = {name: value for name, value in read_config(source).items() if name != "model_type"}  # an export's
         write_json(aside / "config.json", kept)
         if seen := read_json(source / "data.json"):
             write_json(aside / "data.json", {name: value for name, value in seen.items() if name != "folder"})
         lm.tokenizer.save(aside / "tokenizer")
-        checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: lm.model.state_dict()}, {"weights": weights})
+        checkpoint.save(aside / "checkpoints", lm.step, {checkpoint.MODEL: model.state_dict()}, {"weights": weights})
     return target

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gss.choices import LAYERS, load
 from gss.config import ModelConfig
@@ -191,3 +192,15 @@ def build_model(config: ModelConfig, seed: int | None = None) -> LanguageModel:
         if seed is not None:
             torch.manual_seed(seed)
         return LanguageModel(config)
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Skip random initialization: seconds for a large model, and on the meta device torch would import its compiler.
+
+    The draws' scaling too, the first to touch their memory.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").endswith(("normal_", "uniform_", "mul_")):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ import pytest
 import gss
 from gss.data import load_tokenizer
 from gss.generate import Sampling, StopStrings, generate
+from gss.nn.quantized import quantize
 from gss.serve.about import Limits
 from gss.serve.engine import EngineThread
 from gss.serve.metrics import Number
@@ -368,6 +369,10 @@ def test_what_the_model_is(client: TestClient, model: gss.LanguageModel) -> None
         assert levels == sorted(levels)
     assert facts["limits"]["n"] == 4
     assert facts["preset"] == "gss-tiny"
+    packed = copy.deepcopy(model)
+    quantize(packed, "bf16")
+    with app_of(packed) as app:
+        assert TestClient(app).get("/v1/model").json()["parameters"] == facts["parameters"]
 
 
 def test_a_transformers_state_grows() -> None:

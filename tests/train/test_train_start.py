@@ -229,7 +229,7 @@ def test_reading_then_continuing_is_reading_the_whole(finished: Path, tmp_path: 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
 def test_opening_an_int8_state_wakes_no_threads(tmp_path: Path) -> None:
-    """torch would start its pool for the box's 622,592 values, which took up to 0.4 s on a busy machine."""
+    """torch would start its pool for the many values of the box's state, which took up to 0.4 s on a busy machine."""
     gss.save_state(gss.load("box").model.initial_state(1), tmp_path / "state", int8=True)
     script = (
         "import os, sys, torch, gss; torch.set_num_threads(3); load = gss.load_state; "

@@ -1,7 +1,7 @@
-"""The bundled model: a small GSS-Hybrid trained on books, used if no run is named.
+"""The bundled model: a small one trained on books, used if no run is named.
 
-`folder` returns its location. It is an ordinary run folder, with weights in bf16 and a model card; docs/box.md says how
-it is made. Imports no torch.
+`folder` returns its location. It is an ordinary run folder, with a model card; docs/box.md says how it is made. Imports
+no torch.
 """
 
 from pathlib import Path

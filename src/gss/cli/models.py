@@ -170,7 +170,8 @@ def export_command(
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one for each file that is written
         from gss.hf import export_run
 
-        print(f"wrote {export_run(run, out, step=step)}: to load it in transformers, import gss.hf first")
+        folder = export_run(run, out, step=step)
+        print(f"wrote {folder}, its weights in float32: to load it in transformers, import gss.hf first")
     elif to is Target.onnx:
         from gss.export import export_onnx
 
@@ -198,7 +199,10 @@ def quantize_command(
     bits: Annotated[int, Option(help="Bits per weight: 16, 8 or 4.")] = 8,
     step: Step = None,
 ) -> None:
-    """Write a run folder with the model's matrices in fewer bits: smaller, and faster to decode on a CPU."""
+    """Write a run folder with the model's matrices in fewer bits: smaller, and faster to decode on a CPU.
+
+    A run that is quantized already is unpacked and rounded again.
+    """
     from gss.lm import quantize_run
 
     names = {16: "bf16", 8: "int8", 4: "int4"}

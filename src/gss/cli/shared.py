@@ -18,7 +18,7 @@ Run = Annotated[Path | None, Argument(help="A run, or a folder of `gss export`. 
 Step = Annotated[int | None, Option(help="The checkpoint's step. Default: the newest good one.")]
 Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Precision = Annotated[str, Option(help="fp32, bf16 (autocast), or auto: bf16 on a GPU, else fp32.")]
-Weights = Annotated[str | None, Option(help="Quantize the weights: bf16, int8 or int4. Default: leave them as stored.")]
+Weights = Annotated[str | None, Option(help="Weights in bf16, int8 or int4; fp32 unpacks them. Default: as stored.")]
 Speculate = Annotated[
     bool | None,
     Option(

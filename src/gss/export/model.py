@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from gss.accounting import account
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.graph import Graph
 from gss.export.layers import LONGEST, Piece, add_layer, has_rings, state_shapes, waves
@@ -47,7 +48,7 @@ def write_model(lm: LM, folder: Path) -> None:
     made = build(lm.model, {"vocabulary": lm.tokenizer.hash, "step": str(lm.step)})
     onnx.save_model(made, folder / MODEL)
     write_json(folder / ABOUT, {
-        "parameters": sum(parameter.numel() for parameter in lm.model.parameters()),
+        "parameters": account(lm.model.config).parameters,
         "preset": lm.preset,
         "step": lm.step,
         "vocab_size": lm.model.config.vocab_size,

@@ -19,12 +19,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from gss.config import ModelConfig, from_mapping
 from gss.io import checkpoint
 from gss.io.files import read_json
-from gss.model import LanguageModel, build_model
+from gss.model import LanguageModel, NothingDrawn, build_model
 from gss.nn.lora import merged
 from gss.nn.quantized import expect
 from gss.nn.state import ModelState
@@ -79,7 +78,7 @@ def load_model(
         first = {name.removeprefix("first."): tensors.pop(name) for name in list(tensors) if name.startswith("first.")}
         if not _fits(described, {name: list(tensor.shape) for name, tensor in tensors.items()}):
             raise ValueError("the sizes differ")
-        with _NothingDrawn():  # every number is about to be read
+        with NothingDrawn():  # every number is about to be read
             model = build_model(described)
         expect(model, {name: tensor.shape for name, tensor in tensors.items()})
         if mapped:
@@ -139,27 +138,15 @@ def _fits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
     if max(config.depth * blocks, config.dss_mixers if "dss" in config.kinds else 0) > len(shapes):
         return False  # a layer without a weight
     try:
-        with torch.device("meta"), _NothingDrawn():
+        with torch.device("meta"), NothingDrawn():
             model = build_model(config)
             expect(model, shapes)
             state = model.initial_state(1).nbytes
     except (AttributeError, RuntimeError, OverflowError, TypeError):  # sizes that no tensor can have
         return False
     found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     return found == dict(shapes) and state <= max(_STATE_BYTES, 16 * weights)
-
-
-class _NothingDrawn(TorchFunctionMode):
-    """Skip random initialization: seconds for a large model, and on the meta device torch would import its compiler.
-
-    The draws' scaling too, the first to touch their memory.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "").endswith(("normal_", "uniform_", "mul_")):
-            return args[0] if args else kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

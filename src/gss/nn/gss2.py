@@ -118,7 +118,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        self.taps = nn.Parameter(torch.randn(taps, channels).div_(4 * math.sqrt(taps)))  # the newest token's first
+        drawn = torch.empty(taps, channels).normal_(std=1 / (4 * math.sqrt(taps)))
+        self.taps = nn.Parameter(drawn)  # the newest token's first
         with torch.no_grad():
             self.taps[0] += 1
 

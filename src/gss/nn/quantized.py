@@ -96,17 +96,18 @@ def _with(module: nn.Module, packed: Packed) -> nn.Module:
     return QuantizedLinear(packed, module.bias) if isinstance(module, nn.Linear) else QuantizedEmbedding(packed)
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether some of a model's weights are packed."""
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+def weights_of(model: nn.Module) -> str | None:
+    """The format of a model's packed weights, by the fewest bits among them: bf16, int8 or int4; None if none is."""
+    packed = (packed_weight(module).bits for module in model.modules() if isinstance(module, QuantizedLinear))
+    return {bits: name for name, bits in BITS.items()}.get(min(packed, default=0))
 
 
 def quantize(model: nn.Module, weights: str) -> None:
     """Pack the weights of every dense layer and embedding of a model in place: bf16, int8 or int4."""
     if weights not in BITS:
         raise ValueError(f"weights must be one of {', '.join(BITS)}, not {weights!r}")
-    if is_quantized(model):
-        raise ValueError("the model's weights are already quantized: start from the run that it was made from")
+    if packed := weights_of(model):
+        raise ValueError(f"the model's weights are in {packed} already: load it with weights={weights!r}")
     _replace(model, {name: packed_twin(module, BITS[weights]) for name, module in model.named_modules()})
 
 

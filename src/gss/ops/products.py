@@ -92,14 +92,16 @@ def unpacked(packed: Packed, rows: Tensor | None = None) -> Tensor:
     values, scale, outputs = packed
     if scale is None:
         return values if rows is None else values[rows]
-    if rows is None:
-        rows = torch.arange(outputs, device=values.device)
-    tile, lane = rows // _TILE, rows % _TILE
-    slices, scale = values[tile, :, lane], scale[tile, :, lane]  # [..., I / 4 or I / 8, 4], [..., I / 64]
+    if rows is None:  # a slice is moved as one integer
+        slices = values.view(torch.int32).transpose(1, 2).contiguous().view(torch.uint8).flatten(0, 1)[:outputs]
+        scale = scale.transpose(1, 2).flatten(0, 1)[:outputs]
+    else:
+        tile, lane = rows // _TILE, rows % _TILE
+        slices, scale = values[tile, :, lane], scale[tile, :, lane]  # [..., I / 4 or I / 8, 4], [..., I / 64]
     if packed.bits == 4:
         slices = torch.stack([slices & 15, slices >> 4], dim=-2)
-    groups = slices.flatten(rows.ndim).unflatten(-1, (-1, GROUP)).float() - 2 ** (packed.bits - 1)
-    return (groups * scale.unsqueeze(-1)).flatten(-2)
+    groups = slices.flatten(scale.ndim - 1).unflatten(-1, (-1, GROUP)).float().sub_(2 ** (packed.bits - 1))
+    return groups.mul_(scale.unsqueeze(-1)).flatten(-2)
 
 
 def suits(packed: Packed) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gss.accounting import account
 from gss.config import to_mapping
 from gss.model import LanguageModel
 from gss.nn.state_space import StateSpace
@@ -67,7 +68,7 @@ def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | N
         "width": config.width,
         "depth": len(config.layers),
         "vocab_size": config.vocab_size,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": account(config).parameters,
         "precision": str(kind).removeprefix("torch."),
         "device": parameter.device.type,
         "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id},
