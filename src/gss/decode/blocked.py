@@ -170,15 +170,16 @@ class Decoder(BlockedDecoder):
         if self.speculate is False or self._tokens.device.type != "cpu" or cpu.library() is None:
             return self.generate(1)
         if self._block.rows == 1:
-            return self._verify(self._lookups[0])
+            most = min(MOST_ROWS, *(plan.ahead() for plan in self._plans)) - 1
+            if draft := self._lookups[0].draft(most):
+                return self._verify(self._lookups[0], draft)
         drawn = self.generate(1)
         for lookup, token in zip(self._lookups, drawn.tokens[0].tolist(), strict=True):
             lookup.extend([token])
         return drawn
 
-    def _verify(self, lookup: Lookup) -> Draw:
+    def _verify(self, lookup: Lookup, draft: list[int]) -> Draw:
         """Read the next token and a draft of those after it; keep what the sampler draws too, and its own next one."""
-        draft = lookup.draft(min(MOST_ROWS, *(plan.ahead() for plan in self._plans)) - 1)
         logits = self._read(torch.cat([self._tokens, torch.tensor(draft, dtype=torch.int64)]).unsqueeze(0))
         work, draws, drawn = self._sampler.work, [], []
         for place in range(len(draft) + 1):
