@@ -4,7 +4,7 @@
 
 BOOKS holds books-train-*.tar.xz and books-valid.tar.xz (train/*.txt and valid/*.txt inside), or is such a folder of
 text. In turn: unpack, train the vocabulary, tokenise, time a few steps with and without torch.compile, train as many
-steps of the recipe `box` as fit into what is left of the time, round to int8, score the rounded model on the held-out
+steps of the recipe `box` as fit into what is left of the time, round to int4, score the rounded model on the held-out
 books at 512, 4k, 16k and 65k tokens, write the card, print a sample. What WORK holds already is not done again, and a
 run that was cut short goes on: give the same command. A run stopped by the clock is written out too, and its card says
 so; with --train-minutes or --steps it is not, and goes on in the next call.
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--train-minutes", type=float, help="of training alone; over several calls, if need be")
     parser.add_argument("--steps", type=int, help="instead of as many as fit; over several calls, if need be")
     parser.add_argument("--from", dest="start", metavar="RUN", help="continue from the weights of a run, or of the box")
-    parser.add_argument("--weights", choices=("int8", "bf16"), default="int8", help="how matrices are stored")
+    parser.add_argument("--weights", choices=("int4", "int8", "bf16"), default="int4", help="how matrices are stored")
     parser.add_argument("--score-tokens", type=int, help="score so many held-out tokens; all without it")
     parser.add_argument("--compile", choices=("auto", "yes", "no"), default="auto", help="auto: time both")
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, key=value")

@@ -1,4 +1,4 @@
-"""From a run to a folder that ships: the newest weights with matrices in int8 or bf16, the vocabulary, no optimizer.
+"""From a run to a folder that ships: the newest weights with matrices in int4, int8 or bf16, the vocabulary, no optimizer.
 
 The result is a run folder, so that everything that reads runs reads it: `gss.load`, the commands, `gss export`.
 State-space parameters, norms and biases stay in float32: they are few, and the rates and frequencies among them stand
@@ -22,7 +22,7 @@ CARD, FACTS = "card.md", "box.json"
 """The card for people, and the figures that it is made from."""
 
 
-def write_box(run: str | Path, out: str | Path, *, step: int | None = None, weights: str = "int8") -> Path:
+def write_box(run: str | Path, out: str | Path, *, step: int | None = None, weights: str = "int4") -> Path:
     """Write the model of a run to a new or empty folder, whole or not at all; the card comes with `write_card`.
 
     Matrices in bf16 are stored as such and float32 once loaded, so that they can be trained or packed further.

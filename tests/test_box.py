@@ -86,7 +86,7 @@ def shipped(folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -
 def test_the_recipe_fits() -> None:
     run = resolve(None, RECIPE, (), 8192)
     model = gss.build_model(run.model)
-    quantize(model, "int8")
+    quantize(model, "int4")
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert weights + 300_000 <= MOST_BYTES  # a vocabulary of 8,192 pieces takes 140 kB
     assert {"gss2", "attention"} == set(run.model.layers)
@@ -134,7 +134,7 @@ def test_training_continues_from_a_box(folders: tuple[Path, Path, Path], tmp_pat
     assert config["model"] == json.loads((run / "config.json").read_text())["model"]
 
 
-def test_matrices_are_int8_and_the_rest_is_float32(folders: tuple[Path, Path, Path]) -> None:
+def test_matrices_are_integers_and_the_rest_is_float32(folders: tuple[Path, Path, Path]) -> None:
     _, run, folder = folders
     (path,) = folder.glob("checkpoints/*/model.safetensors")
     assert path.stat().st_mode & 0o777 == 0o644
