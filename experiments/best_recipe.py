@@ -117,14 +117,18 @@ def table(results: Mapping[str, Sequence[Run]], which: str = "report", best: boo
 
 
 def bests(groups: Sequence[list[Run]]) -> list[list[Run]]:
-    """Of groups from best to worst, the best of each model; those of some settings are a model of their own."""
+    """Of groups from best to worst, the best of each model, and the best of those with several seeds; a model with
+    some settings counts as a model of its own.
+    """
     found: dict[tuple[object, ...], list[Run]] = {}
     for group in groups:
         own = settings(group[0])
         kind = (model(group[0]), group[0]["parameters"] // 10_000_000, *(name for name in _OWN_ROW if name in own))
         if "200 steps" not in own:
             found.setdefault(kind, group)
-    return list(found.values())
+            if len(group) > 1:
+                found.setdefault((*kind, "several seeds"), group)
+    return [group for group in groups if any(group is best for best in found.values())]
 
 
 def summary(folder: Path = RESULTS) -> str:
