@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import runpy
 import shutil
 import sys
@@ -170,10 +171,28 @@ def test_settings(name: str | None, shown: int) -> None:
     assert len(heads) >= shown
     assert all(" = " in head for head in heads)
     assert all(len(text.strip()) > 5 for text in texts)
+    for head, text in zip(heads, texts, strict=True):  # what fits in a line explains more than one of several values
+        choices = head.partition(" ")[2].partition(" = ")[0].split(" | ")
+        first = text.strip().partition(":")[0]
+        assert first != "None"
+        assert first not in choices or all(f"{choice}: " in text for choice in choices)
     if name is None:
         assert "model.activation gelu | relu2 | swish | relu = " in "\n".join(heads)
-        with pytest.raises(ValueError, match=r"did you mean optimizer\.learning_rate"):
-            call("settings", "optimizer.learning_rat")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer.learning_rat", "did you mean optimizer.learning_rate or "),
+        ("warmup_steps", "did you mean optimizer.warmup_steps?"),
+        ("modle", "did you mean model?"),
+        ("state_space", "did you mean model.state_space?"),
+        ("layers", "; `gss settings` lists all"),
+    ],
+)
+def test_settings_that_are_not_there(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no setting '{name}'.*{re.escape(message)}"):
+        call("settings", name)
 
 
 def test_a_shell_completes_names() -> None:
