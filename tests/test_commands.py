@@ -140,8 +140,8 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for row in rows:
         text = lm.generate(row["prompt"], max_tokens=12, temperature=0.8, seed=row["seed"])
         assert (row["text"], row["finish"]) == (text, "length" if row["tokens"] == 12 else "stop")
-    assert call(*options, "--no-echo") == "".join(row["text"] + "\n" for row in rows)
-    assert call(*options) == "".join(row["prompt"] + row["text"] + "\n" for row in rows)
+    assert call(*options, "--no-echo") == "\n".join(row["text"] + "\n" for row in rows)
+    assert call(*options) == "\n".join(row["prompt"] + row["text"] + "\n" for row in rows)
     alone = call("generate", run, "--prompt", "the ", "--tokens", 12, "--no-echo")
     assert alone == rows[0]["text"] + "\n"
     (tmp_path / "lines").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n'.encode())
