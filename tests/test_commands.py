@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import runpy
 import shutil
 import sys
@@ -139,8 +140,8 @@ def test_many_prompts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for row in rows:
         text = lm.generate(row["prompt"], max_tokens=12, temperature=0.8, seed=row["seed"])
         assert (row["text"], row["finish"]) == (text, "length" if row["tokens"] == 12 else "stop")
-    assert call(*options, "--no-echo") == "".join(row["text"] + "\n" for row in rows)
-    assert call(*options) == "".join(row["prompt"] + row["text"] + "\n" for row in rows)
+    assert call(*options, "--no-echo") == "\n".join(row["text"] + "\n" for row in rows)
+    assert call(*options) == "\n".join(row["prompt"] + row["text"] + "\n" for row in rows)
     alone = call("generate", run, "--prompt", "the ", "--tokens", 12, "--no-echo")
     assert alone == rows[0]["text"] + "\n"
     (tmp_path / "lines").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n'.encode())
@@ -170,10 +171,28 @@ def test_settings(name: str | None, shown: int) -> None:
     assert len(heads) >= shown
     assert all(" = " in head for head in heads)
     assert all(len(text.strip()) > 5 for text in texts)
+    for head, text in zip(heads, texts, strict=True):  # what fits in a line explains more than one of several values
+        choices = head.partition(" ")[2].partition(" = ")[0].split(" | ")
+        first = text.strip().partition(":")[0]
+        assert first != "None"
+        assert first not in choices or all(f"{choice}: " in text for choice in choices)
     if name is None:
         assert "model.activation gelu | relu2 | swish | relu = " in "\n".join(heads)
-        with pytest.raises(ValueError, match=r"did you mean optimizer\.learning_rate"):
-            call("settings", "optimizer.learning_rat")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer.learning_rat", "did you mean optimizer.learning_rate or "),
+        ("warmup_steps", "did you mean optimizer.warmup_steps?"),
+        ("modle", "did you mean model?"),
+        ("state_space", "did you mean model.state_space?"),
+        ("layers", "; `gss settings` lists all"),
+    ],
+)
+def test_settings_that_are_not_there(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no setting '{name}'.*{re.escape(message)}"):
+        call("settings", name)
 
 
 def test_a_shell_completes_names() -> None:

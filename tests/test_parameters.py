@@ -101,6 +101,7 @@ def test_flops() -> None:
 def test_presets_are_listed() -> None:
     listed = call("presets")
     assert all(name in listed for name in gss.PRESETS)
+    assert max(map(len, listed.splitlines())) <= 80
 
 
 def test_params_table() -> None:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = ()) -> str:
-    """The end of an error about an unknown name: similar names, or else all of them.
+def nearest(name: str, names: Iterable[str], dotted: Iterable[str] = (), otherwise: str = "") -> str:
+    """The end of an error about an unknown name: similar names, or else all of them, or what lists so many.
 
     `dotted` are full names of nested settings, of which the user may have given only the last part.
     """
     known, deep = list(names), list(dotted)
     close = [each for each in deep if each.endswith(f".{name}")]
     close = close or difflib.get_close_matches(name, dict.fromkeys([*known, *deep]), 3)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; choose from: {', '.join(known)}"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; {otherwise or 'choose from: ' + ', '.join(known)}"
 
 
 _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {

@@ -32,10 +32,10 @@ class StateSpaceConfig(Checked):
     discretization: str = chosen("zoh", DISCRETIZATIONS)
     """Zero-order hold (the paper's) or the bilinear transform (the paper found little difference)."""
     imaginary: Literal["exp", "plain"] = "exp"
-    """exp: the parameter is log(Im λ), as in the paper's code. plain: it is Im λ itself, as in DSS and S4D."""
+    """exp: the parameter is log(Im λ), as in the paper's code; plain: it is Im λ itself, as in DSS and S4D."""
     step_range: tuple[float, float] | None = None
-    """None: the sample time Δ is fixed at 1 (the paper's simplification). A range: each channel learns its own Δ,
-    initially log-uniform in that range (DSS: 0.001 to 0.1)."""
+    """Range in which each channel's own learned sample time Δ starts, log-uniformly (DSS: 0.001 to 0.1), or None, where
+    Δ is fixed at 1 (the paper's simplification)."""
     decay_init: Literal["log_uniform", "log_normal", "mixed"] = "log_uniform"
     """Initial −Re λ: log-uniform in `decay_range`; exp(N(0,1)); or, with mixed, half of the modes each."""
     decay_range: tuple[float, float] = (1e-3, 1.0)
@@ -70,8 +70,8 @@ class AttentionConfig(Checked):
     head_width: int | None = limited(None, ge=1)
     """Width of a head. None: the model's width ÷ heads, which must divide it."""
     chunk: int | None = limited(None, ge=1)
-    """None: causal attention over the whole sequence. A number: attention within independent chunks of that many
-    tokens, counted from the start of the sequence (512 in the hybrid)."""
+    """Tokens in each of the independent chunks that attention is limited to, counted from the start of the sequence
+    (512 in the hybrid), or None: causal attention over the whole sequence."""
     sliding: int | None = limited(None, ge=1)
     """A number W: sliding-window attention, in which a token sees itself and the W − 1 tokens before it. Cannot be
     combined with `chunk`."""
@@ -151,7 +151,7 @@ class ModelConfig(Checked):
     feedforward_width: int = limited(4096, ge=1)
     """Hidden width of the feed-forward in every block that has one (all except GSS layers)."""
     feedforward: Literal["plain", "gated"] = "plain"
-    """plain: φ(xW₁)·W₃. gated: (φ(xW₁) ∗ xW₂)·W₃, which is SwiGLU if the activation is swish."""
+    """plain: φ(xW₁)·W₃; gated: (φ(xW₁) ∗ xW₂)·W₃, which is SwiGLU if the activation is swish."""
     activation: str = chosen("gelu", ACTIVATIONS)
     """φ, the activation of GSS layers and feed-forwards."""
     norm: str = chosen("layernorm", NORMS)

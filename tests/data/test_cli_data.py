@@ -22,6 +22,9 @@ def test_data_shows_the_corpus(stdlib: Path) -> None:
     assert "train: document lengths in tokens" in shown
     assert len([line for line in shown.splitlines() if " to " in line and "█" in line]) > 5
     assert "all hashes verified" in shown
+    table = [line for line in shown.splitlines() if line.startswith(tuple("┏┃┡│└"))]
+    assert [line.split()[1] for line in table if line[0] == "│"][:4] == ["documents", "tokens,", "bytes", "words"]
+    assert max(map(len, table)) <= 80
     assert "sample: the beginning of document" in shown
     with pytest.raises(ValueError, match=r"--sample 9999: documents of train are numbered from 0 to \d+"):
         call("data", stdlib, "--sample", 9999)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from gss.data.sources import SourceOptions
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, require_same
-from gss.data.tokenizer_training import SMALLEST, _write_sample, train_tokenizer
+from gss.data.tokenizer_training import MODELS, SMALLEST, _write_sample, train_tokenizer
 from tests.conftest import posix
 
 # Any Unicode text, and text rich in what vocabularies stumble over.
@@ -58,9 +59,9 @@ def test_trained_vocabulary_has_pieces_for_words_and_whitespace(trained: dict[st
 def test_training_reports_progress_and_refuses_nonsense(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("one two three four five six seven\n" * 50)
-    stages: dict[str, float] = {}
-    tokenizer = train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=30_000, progress=stages.__setitem__)
-    assert stages == {"reading": 1.0, "training": 1.0}
+    said: list[tuple[str, float]] = []
+    tokenizer = train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=30_000, progress=lambda *at: said.append(at))
+    assert dict(said) == {"reading": 1.0, "training": 1.0}
     assert SMALLEST <= tokenizer.vocab_size < 400  # as many as the text has to give
     with pytest.raises(ValueError, match="not empty"):
         train_tokenizer([str(corpus)], tmp_path / "v", vocab_size=300)
@@ -73,8 +74,28 @@ def test_training_reports_progress_and_refuses_nonsense(tmp_path: Path) -> None:
         train_tokenizer([str(corpus)], tmp_path / "w", vocab_size=300)
     with pytest.raises(ValueError, match="one of unigram, bpe"):
         train_tokenizer([str(corpus)], tmp_path / "w", model="letters")
+    (tmp_path / "valid").mkdir()
+    corpus.rename(tmp_path / "valid" / "1.txt")
+    with pytest.raises(ValueError, match=r"all text in .*valid is held out, as the names of its files or folders say"):
+        train_tokenizer([str(tmp_path / "valid")], tmp_path / "w", vocab_size=300)
     assert not (tmp_path / "w").exists()
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training_says_how_far_it_is(tmp_path: Path, model: str) -> None:
+    words = random.Random(0).choices(Path(__file__).read_text().split(), k=4000)
+    (tmp_path / "corpus.txt").write_text("\n".join(" ".join(words[start : start + 8]) for start in range(0, 4000, 8)))
+    said: list[float] = []
+    options = {
+        "vocab_size": 600,
+        "model": model,
+        "progress": lambda stage, share: stage == "training" and said.append(share),
+    }
+    train_tokenizer([str(tmp_path / "corpus.txt")], tmp_path / "v", **options)
+    assert said == sorted(said)
+    assert (said[0], said[-1]) == (0.0, 1.0)
+    assert any(0.1 < share < 1 for share in said)
 
 
 def test_training_replaces_a_vocabulary_and_nothing_else(tmp_path: Path) -> None:

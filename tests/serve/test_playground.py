@@ -293,6 +293,7 @@ def test_examples_files_copies_and_what_is_not_shown(visit: Visit, tmp_path: Pat
     page.set_input_files("#file", tmp_path / "long.txt")
     api.expect(page.locator("#status")).to_have_text("long.txt: 7,200 characters")
     page.fill("#max_tokens", "5")
+    visit.endless()
     page.click("#run")
     api.expect(page.locator("#read")).to_have_text("7,201")
     api.expect(page.locator("#unshown")).to_have_text(re.compile("The prompt of 7,200 characters is not shown here"))
@@ -308,6 +309,18 @@ def test_examples_files_copies_and_what_is_not_shown(visit: Visit, tmp_path: Pat
     _answer(500, "{}", waiting[0])
     api.expect(page.locator("#error")).to_be_visible()
     api.expect(page.locator("#memory")).not_to_contain_text("this text")
+    api.expect(page.locator("#unshown")).to_be_hidden()  # there is no continuation
+    page.unroute("**/v1/completions")
+    usage = '{"prompt_tokens": 7201, "completion_tokens": 0, "total_tokens": 7201}'
+    ended = 'data: {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}\n\n'
+    ended += f'data: {{"choices": [], "usage": {usage}}}\n\ndata: [DONE]\n\n'
+    page.route("**/v1/completions", partial(_answer, 200, ended))
+    page.click("#run")
+    api.expect(page.locator("#memory")).to_contain_text("this text: 7,201 tokens")  # though nothing was written
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\xff")
+    page.set_input_files("#file", tmp_path / "picture.png")
+    api.expect(page.locator("#status")).to_have_text("picture.png is not UTF-8 text")
+    assert len(page.input_value("#prompt")) == 7200
     assert all("500" in said for said in visit.complaints)
     visit.complaints.clear()
 

@@ -115,7 +115,7 @@ def test_other_settings_are_refused_unless_allowed(corpus: Path, resumed: Path) 
     assert len(after) == 16
     with pytest.raises(ValueError, match="already has 16 steps, more than steps=12"):
         run(small_config(optimizer__learning_rate=0.02), corpus, resumed, allow=["steps"])
-    with pytest.raises(ValueError, match="--allow stepz: there is no such setting"):
+    with pytest.raises(ValueError, match="--allow stepz: there is no such setting; did you mean steps"):
         run(longer, corpus, resumed, allow=["stepz"])
     with pytest.raises(ValueError, match=r"model.vocab_size was 257, now 300.*choose another --out$"):
         run(small_config(steps=16, model__vocab_size=300), corpus, resumed)

@@ -264,11 +264,12 @@ def test_the_commands(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert result.stdout.startswith("read 361 tokens")
     assert result.stderr == "reading: 100%\n"
     assert call("generate", finished, "--state", tmp_path / "state", "--prompt", "had", "--tokens", 5).startswith("had")
-    scores = [
-        json.loads(call("eval", finished, "--data", corpus, "--lengths", 64, "--json", *state))["rows"][0]["loss"]
-        for state in ((), ("--state", tmp_path / "state"))
-    ]
-    assert scores[0] != scores[1]
+    started = ("--state", tmp_path / "state")
+    scoring = ("eval", finished, "--data", corpus, "--lengths", 64)
+    alone, after = (json.loads(call(*scoring, "--json", *state)) for state in ((), started))
+    assert alone["rows"][0]["loss"] != after["rows"][0]["loss"]
+    assert after["state"] == str(tmp_path / "state")
+    assert f"from{tmp_path / 'state'}onvalid" in "".join(call(*scoring, *started).split())
     sets = [f"--set={each}" for each in assignments(steps=2) if not each.startswith("model.")]
     said = call("train", "--from", finished, "--lora", 2, "--data", corpus, "--out", tmp_path / "lora", *sets)
     assert "using the recipe lora, for LoRA of rank 2" in said

@@ -177,13 +177,19 @@ def _source_options(local: str | None, suffix: list[str] | None, field: str, spl
 
 def _print_facts(manifest: "Manifest") -> None:
     """Counts, the vocabulary, and what was left out."""
-    counts = ("documents", "tokens", "bytes", "words")
-    forms = {**dict.fromkeys(counts, ","), "tokens_per_byte": ".4f", "tokens_per_word": ".3f"}
-    forms |= {"longest": ",", "unigram_entropy": ".3f"}
-    rows = [[name, *(f"{facts[key]:{form}}" for key, form in forms.items())] for name, facts in manifest.splits.items()]
-    header = ["split", *counts, "tokens/byte", "tokens/word", "longest", "entropy"]
-    caption = "tokens include end-of-document tokens; entropy: unigram nats per token"
-    print_table(None, header, rows, caption)
+    lines = {
+        "documents": ("documents", ","),
+        "tokens, with the ends of documents": ("tokens", ","),
+        "bytes": ("bytes", ","),
+        "words": ("words", ","),
+        "tokens per byte": ("tokens_per_byte", ".4f"),
+        "tokens per word": ("tokens_per_word", ".3f"),
+        "tokens of the longest document": ("longest", ","),
+        "entropy of unigrams, nats per token": ("unigram_entropy", ".3f"),
+    }
+    splits = manifest.splits
+    rows = [[line, *(f"{facts[key]:{form}}" for facts in splits.values())] for line, (key, form) in lines.items()]
+    print_table(None, ["split", *splits], rows)
     facts, losses = manifest.tokenizer, ", ".join(manifest.tokenizer["losses"])
     kept = f"LOSSY: it changes or drops {losses}, so decoded text may differ from the original"
     kept = kept if losses else "lossless: decoding gives back any text exactly"

@@ -85,6 +85,7 @@ def evaluate_command(
             writer.writerows(rows)
     if as_json:
         facts = {"run": name, "step": lm.step, "data": dataset.hash, "split": split}
+        facts |= {"state": str(state)} if state else {}
         print(json.dumps(finite({**facts, "documents": result.documents, "rows": rows}), indent=2))
         return
     paper = PERPLEXITY.get(lm.preset or "", {})
@@ -94,7 +95,8 @@ def evaluate_command(
         for row in result.rows
     ]
     documents = f"{result.documents:,} document{'s' * (result.documents > 1)}"
-    title = f"{name} on {split}, step {lm.step:,}: {result.tokens:,} tokens of {documents}"
+    start = f" from {state}" if state else ""
+    title = f"{name}{start} on {split}, step {lm.step:,}: {result.tokens:,} tokens of {documents}"
     header = ["length", "perplexity", "± loss", "per word", "bits/byte", *(f"paper, {corpus}" for corpus in paper)]
     caption = "±: standard error of the loss over documents; per word: perplexity per word."
     print_table(title, header, cells, caption)

@@ -88,7 +88,10 @@ def settings_command(
     every = list(settings())
     chosen = [each for each in every if name is None or each.name == name or each.name.startswith(f"{name}.")]
     if not chosen:
-        raise ValueError(f"there is no setting {name!r}{nearest(str(name), [each.name for each in every])}")
+        names = [each.name for each in every]
+        groups = sorted({each.rpartition(".")[0] for each in names if "." in each})
+        near = nearest(str(name), groups, [*names, *groups], "`gss settings` lists all")
+        raise ValueError(f"there is no setting {name!r}{near}")
     console = Console(highlight=False, soft_wrap=True)
     for each in chosen:
         about = each.about if len(chosen) == 1 else _line(each.about)

@@ -53,7 +53,7 @@ def print_table(
     drawn = Table(title=escape(title) if title else None, caption=escape(caption))
     cells, least = [list(map(escape, row)) for row in rows], 4  # the border, and room for Rich to round
     for place, name in enumerate(header):
-        longest = 24 if name in words else max((len(row[place]) for row in cells), default=0)
+        longest = 20 if name in words else max((len(row[place]) for row in cells), default=0)
         width = max(longest, *(min(len(word), 12) for word in name.split()))  # a header may be folded
         side = "left" if place == 0 or name in words else "right"
         drawn.add_column(escape(name), justify=side, min_width=width, overflow="fold")  # type: ignore[arg-type]

@@ -94,7 +94,10 @@ def generate_command(
 def _print(
     texts: "Iterator[TextPiece]", prompts: list[str], samples: int, seed: int, as_json: bool, echo: bool
 ) -> None:
-    """Texts in the order of their prompts, each as soon as those before it are done; one alone as it is produced."""
+    """Texts in the order of their prompts, each as soon as those before it are done; one alone as it is produced.
+
+    A blank line stands between two.
+    """
     alone = len(prompts) * samples == 1 and not as_json
     if alone and echo:
         print(prompts[0], end="", flush=True)
@@ -116,6 +119,8 @@ def _print(
             facts |= {"finish": pieces[-1].finish, "seed": seed + waiting[1]}
             print(json.dumps(facts, ensure_ascii=False) if as_json else (prompt if echo else "") + text, flush=True)
             waiting = next(order, None)
+            if waiting and not as_json:
+                print()
     now = time.perf_counter()
     speed = f", then {(produced + since) / (now - first):,.0f} tokens/s" if produced + since > 0 else ""
     Console(stderr=True, highlight=False).print(f"[dim]first token after {first - started:.2f} s{speed}[/]")

@@ -1,11 +1,12 @@
 """Training lossless SentencePiece vocabularies: decoding gives back any text exactly.
 
 Text is sampled from sources into a temporary file, and the library trains on it in a separate process. Spaces, newlines
-and tabs are ordinary pieces, and rare characters become bytes. There are no splits here: keep held-out text out of the
-sources.
+and tabs are ordinary pieces, and rare characters become bytes. Only splits that files or folders name are known here:
+keep other held-out text out of the sources.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from gss.data.chunks import Skip
 from gss.data.formats import Span, read_span
@@ -32,7 +34,9 @@ _SYMBOLS = ["\n", "\n\n", "\t"]
 _CONTROL = 2  # unknown (never used, as bytes stand in) and the end of a document
 SMALLEST = 256 + _CONTROL + len(_SYMBOLS) + 1
 _LINE = 4000  # bytes; the trainer leaves out lines longer than 4192
-_TRAINER = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.load(sys.stdin))"
+_TRAINER = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.loads(sys.argv[1]))"
+# What the trainer reports: how many pieces are left (unigram), how many there are (bpe).
+_REPORTED = re.compile(r"EM sub_iter=\d+ size=(\d+)|(?:Added|Merged): freq=\d+ (?:size|merges)=(\d+)")
 
 Progress = Callable[[str, float], None]  # the stage, and how much of it is done from 0 to 1
 
@@ -88,18 +92,7 @@ def train_tokenizer(
             "num_threads": threads or usable_cores(),
             "train_extremely_large_corpus": max_bytes > 1 << 30,
         }
-        progress("training", 0.0)
-        # In a process of its own, which a signal can end and whose messages say what was wrong.
-        command = [sys.executable, "-c", _TRAINER]
-        done = subprocess.run(command, cwd=work, input=json.dumps(arguments).encode(), capture_output=True, check=False)
-        if done.returncode:
-            messages = done.stderr.decode(errors="replace").splitlines()
-            reasons = [line.strip() for line in messages if "rror" in line or "high" in line] or ["no reason given"]
-            reason = reasons[-1].rpartition("] ")[2]  # after the place in its source
-            if needed := re.search(r"required_chars\. \d+ vs (\d+)", reason):
-                reason = f"the characters of this text take {needed[1]} ids, so {vocab_size} are too few"
-            raise ValueError(f"SentencePiece could not train this vocabulary: {reason}")
-        progress("training", 1.0)
+        _run_trainer(arguments, work, progress)
         tokenizer = load_tokenizer(work / "trained.model")
         assert isinstance(tokenizer, SentencePieceTokenizer)
         if not tokenizer.lossless:
@@ -109,6 +102,36 @@ def train_tokenizer(
             shutil.rmtree(target)
         os.rename(work / "result", target)
     return tokenizer
+
+
+def _run_trainer(arguments: dict[str, Any], folder: Path, report: Progress) -> None:
+    """Train in a process of its own, which a signal can end and whose messages say how far it is and what was wrong."""
+    report("training", 0.0)
+    command = [sys.executable, "-c", _TRAINER, json.dumps(arguments)]
+    pipe: dict[str, Any] = {"stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    wanted, most, messages = arguments["vocab_size"], 0, []
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **pipe) as process:
+        try:
+            for line in process.stderr or ():
+                messages.append(line.strip())
+                if not (found := _REPORTED.search(line)):
+                    continue
+                if left := int(found[1] or 0):
+                    most = max(most, left)
+                    share = math.log(most / left) / math.log(most / wanted) if most > left > wanted else 0.0
+                else:
+                    share = int(found[2]) / wanted
+                report("training", min(share, 0.99))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        reasons = [line for line in messages if "rror" in line or "high" in line] or ["no reason given"]
+        reason = reasons[-1].rpartition("] ")[2]  # after the place in its source
+        if needed := re.search(r"required_chars\. \d+ vs (\d+)", reason):
+            reason = f"the characters of this text take {needed[1]} ids, so {wanted} are too few"
+        raise ValueError(f"SentencePiece could not train this vocabulary: {reason}")
+    report("training", 1.0)
 
 
 @contextmanager
@@ -130,7 +153,12 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
     the trainer takes forever on text with repeated passages. A corpus's own held-out splits are left out; where splits
     are chosen by hash, a few held-out documents are read.
     """
-    spans = [span for span in find_spans(list(sources), options) if span.split in (None, "train")]
+    found, named = find_spans(list(sources), options), ", ".join(sources)
+    spans = [span for span in found if span.split in (None, "train")]
+    if found and not spans:
+        raise ValueError(
+            f"all text in {named} is held out, as the names of its files or folders say: rename or move it"
+        )
     total = max(1, sum(span.size for span in spans))
     taken: dict[bytes, None] = {}
     offered = size = read = 0
@@ -148,7 +176,7 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
         read += span.size
         report("reading", read / total)
     if not taken:
-        raise ValueError(f"no text to train on in {', '.join(sources)}, or no line within {max_bytes} bytes")
+        raise ValueError(f"no text to train on in {named}, or no line within {max_bytes:,} bytes")
     path.write_bytes(b"".join(taken))
 
 

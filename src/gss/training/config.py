@@ -102,7 +102,7 @@ class ParallelConfig(Checked):
 
     prefix, shorthand = "parallel.", "strategy"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
-    """ddp: every process has a copy of the model. fsdp2: parameters and optimizer state are sharded."""
+    """ddp: every process has a copy of the model; fsdp2: parameters and optimizer state are sharded."""
     context: int = limited(1, ge=1)
     """Number of processes that share each sequence: each takes a stretch of it, and they pass states between them. They
     have consecutive ranks, and the number of processes must be a multiple of this."""
@@ -148,7 +148,7 @@ class TrainConfig(Checked):
     """Tokens of a row in memory at a time. Rows are read and back-propagated piece by piece, which is exact and costs
     about a third more. None: whole rows."""
     batching: Literal["segments", "lanes", "packed"] = "segments"
-    """segments: independent segments of documents (the paper's). lanes: rows follow documents and carry the state.
+    """segments: independent segments of documents (the paper's); lanes: rows follow documents and carry the state;
     packed: rows hold several short documents (LM1B)."""
     eos_first: bool = False
     """Whether rows that begin inside a document also start with the end-of-document id, as prompts do. Without it, a

@@ -133,10 +133,12 @@ def _suited(config: TrainConfig) -> tuple[str, str]:
 
 def refuse_unknown(allow: Sequence[str], config: TrainConfig) -> None:
     """Refuse names in --allow that are not settings."""
-    known = {*flattened(to_mapping(config)), "data.hash"}
+    known = sorted({*flattened(to_mapping(config)), "data.hash"})
     for name in allow:
         if name not in known:
-            raise ValueError(f"--allow {name}: there is no such setting{nearest(name, sorted(known))}")
+            raise ValueError(
+                f"--allow {name}: there is no such setting{nearest(name, known, known, '`gss settings` lists all')}"
+            )
 
 
 def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Dataset, allow: set[str]) -> None:

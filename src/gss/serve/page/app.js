@@ -80,6 +80,7 @@ async function run() {
       say("Stopped");
     } else {
       say("");
+      at("unshown").hidden ||= !text.characters.length;
       fail(error);
     }
   }
@@ -125,9 +126,8 @@ function show() {
     at("written").textContent = written ? whole(written) : "–";
     at("read").textContent = read ? whole(read) : "–";
     at("bits").textContent = written ? bits(-nats / written).toFixed(2) : "–";
-    const length = text.tokens.length || written;
-    if (facts && length) {
-      const all = read ? read + written : length;
+    const all = read ? read + written : text.tokens.length || written;
+    if (facts && all) {
       drawState(at("state"), facts, all);
       drawMemory(at("memory"), facts, all);
     }
@@ -228,8 +228,13 @@ at("open").addEventListener("click", () => at("file").click());
 at("file").addEventListener("change", async () => {
   const [file] = at("file").files;
   if (!file) return;
-  at("prompt").value = await file.text();
   at("file").value = "";
+  try {
+    at("prompt").value = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch {
+    say(`${file.name} is not UTF-8 text`);
+    return;
+  }
   say(`${file.name}: ${whole([...at("prompt").value].length)} characters`);
 });
 
