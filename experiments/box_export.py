@@ -1,4 +1,4 @@
-"""From a run to a folder that ships: the newest weights with matrices in int4, int8 or bf16, the vocabulary, no optimizer.
+"""From a run to a folder that ships: weights with matrices in int4, int8 or bf16, the vocabulary, no optimizer.
 
 The result is a run folder, so that everything that reads runs reads it: `gss.load`, the commands, `gss export`.
 State-space parameters, norms and biases stay in float32: they are few, and the rates and frequencies among them stand
