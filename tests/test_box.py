@@ -243,10 +243,12 @@ def test_generate_puts_threads_back(shipped: Path, monkeypatch: pytest.MonkeyPat
         torch.set_num_threads(2)
         call("generate")
         call("generate", "--threads", 3)
+        monkeypatch.setattr("gss.cli.text._SMALL", 0)
+        call("generate")
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert used == [1, 3]
+    assert used == [1, 3, 2]
 
 
 def test_serve_without_a_run_takes_the_box(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

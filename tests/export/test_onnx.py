@@ -106,7 +106,7 @@ def test_the_box_step_by_step_and_in_chunks(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = lm.model(torch.tensor([ids]))[0][0]
     opened = session(folder / "model.onnx")
-    assert len(ids) > 550  # past the end of a chunk of its attention
+    assert len(ids) > 1100  # past the end of the window of its attention
     for pieces in ((1,) * len(ids), (64,) * (len(ids) // 64)):
         assert (logits(opened, lm.model, ids, pieces) - expected).abs().max() <= TOLERANCE
     weights = account(lm.model.config).parameters
@@ -120,9 +120,9 @@ def test_the_box_step_by_step_and_in_chunks(tmp_path: Path) -> None:
     assert load_tokenizer(folder / "vocabulary").hash == lm.tokenizer.hash
 
 
-@pytest.mark.parametrize(("weights", "most"), [("int8", 0.5), ("int4", 0.5)])
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.3), ("int4", 0.25)])
 def test_packed_weights_stay_packed_in_the_file(weights: str, most: float, tmp_path: Path) -> None:
-    changes = {"width": 128, "channels": 64, "gate_width": 256, "state_space.modes": 8}
+    changes = {"width": 192, "channels": 64, "gate_width": 256, "state_space.modes": 8}  # wide enough for 4 bits
     model = random_model("gss-hybrid-tiny", changes, 0.2)
     plain = len(build(model).SerializeToString())
     quantize(model, weights)

@@ -23,9 +23,9 @@ from gss.sampling import OPTIONS, Sampling
 if TYPE_CHECKING:
     from gss.generate import TextPiece
 
-# Parameters under which a step is too little work to share: with 7M, two threads on two cores are 1.2 times as fast
-# as one at best, and many times slower when anything else wants a core.
-_SMALL = 16_000_000
+# Bytes of weights under which a step is too little work to share: with 16 MB, two threads on two cores are 1.4 times
+# as fast as one at best, and many times slower when anything else wants a core.
+_SMALL = 32_000_000
 _DEFAULTS = {"temperature": 0.8}
 
 
@@ -72,7 +72,6 @@ def generate_command(
     **sampling: Any,
 ) -> None:
     """Continue a prompt, printing the text as it is produced; or many prompts, printing each text when it is done."""
-    from gss.accounting import account
     from gss.generate import stream_texts
     from gss.io.devices import pick_device
     from gss.precision import check
@@ -83,7 +82,7 @@ def generate_command(
     given = _prompts_file(prompts) if prompts else [_standard_input() if prompt == "-" else _utf8(prompt, "the prompt")]
     drawn = Sampling(**sampling)
     lm = gss.load(run, step=step, device=pick_device(device), state=state, weights=weights)
-    small = account(lm.model.config).parameters < _SMALL
+    small = sum(tensor.nbytes for tensor in lm.model.state_dict().values()) < _SMALL
     options: dict[str, Any] = {"n": samples, "max_tokens": tokens, "seed": seed, "stop": stop or ()}
     options |= {"precision": precision, "speculate": speculate}
     with _threads(threads or (1 if small else None)):

@@ -95,9 +95,20 @@ class Graph:
         assert scale is not None
         whole = unpacked(packed._replace(scale=torch.ones_like(scale))).to(torch.int8)  # [O, I]
         each = scale.transpose(1, 2).flatten(0, 1)[: packed.outputs].unsqueeze(-1)  # [O, I / 64, 1]
-        groups = self("Cast", self.constant(whole.unflatten(1, (-1, GROUP)).numpy()), to=TensorProto.FLOAT)
+        groups = self._integers(whole.unflatten(1, (-1, GROUP)).numpy(), packed.bits)
         scaled = self("Mul", groups, self.constant(each.contiguous().numpy()))
         return self("Reshape", scaled, self.whole(packed.outputs, packed.inputs))
+
+    def _integers(self, whole: Array, bits: int) -> str:
+        """Integers in float32, stored in 8 bits or, two to a byte, in 4: [O, I / 64, 64]."""
+        if bits == 8:
+            return self("Cast", self.constant(whole), to=TensorProto.FLOAT)
+        low, high = np.split((whole + 8).astype(np.uint8), 2, axis=-1)
+        pairs = self.constant(low | high << 4)
+        low_half = self("BitwiseAnd", pairs, self.constant(np.array(15, np.uint8)))
+        high_half = self("BitShift", pairs, self.constant(np.array(4, np.uint8)), direction="RIGHT")
+        halves = self("Concat", low_half, high_half, axis=-1)
+        return self("Sub", self("Cast", halves, to=TensorProto.FLOAT), self.number(8.0))
 
     def dense(self, x: str, *layers: nn.Linear, plus: str | None = None) -> str:
         """Dense layers that read the same input, their outputs side by side: [L, I] → [L, O]; `plus` is added."""
