@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 
 from gss import box
+from gss.accounting import account
 from gss.choices import nearest
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import first_state, prompt_ids, read, stream_texts
@@ -75,6 +76,11 @@ class LM:
     """The training step of the checkpoint."""
     preset: str | None = None
     """Name of the preset that the model is based on; None if unknown."""
+
+    def __repr__(self) -> str:
+        size = account(self.model.config).parameters
+        name = self.preset or ", ".join(self.model.config.kinds)
+        return f"<LM {name}: {size:,} parameters, {self.tokenizer.vocab_size:,} ids, step {self.step:,}>"
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer, self.step, self.preset))

@@ -259,8 +259,11 @@ def test_a_chat(client: TestClient, model: gss.LanguageModel) -> None:
     plain = {**body, "messages": parts, "frequency_penalty": 0, "presence_penalty": 0.0}
     assert client.post("/v1/chat/completions", json=plain).json()["choices"] == answer["choices"]
     picture = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}
-    for wrong in ({"frequency_penalty": 1}, {"logit_bias": {"5": 1}}, picture):
-        assert client.post("/v1/chat/completions", json={**body, **wrong}).status_code == 400
+    asked = {"penalty": {"frequency_penalty": 1}, "logit_bias": {"logit_bias": {"5": 1}}, "'text'": picture}
+    for said, wrong in asked.items():
+        refused = client.post("/v1/chat/completions", json={**body, **wrong})
+        assert refused.status_code == 400
+        assert said in refused.json()["error"]["message"]
     short = client.post("/v1/chat/completions", json={**body, "stop": text[2:4], "n": 2}).json()["choices"]
     assert [(each["message"]["content"], each["finish_reason"]) for each in short] == [(text[:2].lstrip(), "stop")] * 2
 

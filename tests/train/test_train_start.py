@@ -52,8 +52,9 @@ def test_weights_only(corpus: Path, finished: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "more")[0] == pytest.approx(losses(tmp_path / "still")[0], rel=1e-6)
     with pytest.raises(ValueError, match="has different settings from this run: leave out the model's settings"):
         tune(corpus, finished, tmp_path / "no", **{"model.depth": 3})
-    with pytest.raises(ValueError, match="the data's vocabulary has 257 ids, the model 100"):
+    with pytest.raises(ValueError, match="has 257 ids, the model 100: prepare the text again"):
         gss.train(override(small_config(), {"model.vocab_size": 100}), corpus, tmp_path / "no", quiet=True)
+    assert not (tmp_path / "no").exists()  # a refusal leaves nothing
 
 
 def test_an_exported_model_and_the_box(corpus: Path, finished: Path, tmp_path: Path) -> None:

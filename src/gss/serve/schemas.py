@@ -94,7 +94,8 @@ class TextPart(Request):
 class Turn(Message):
     """A turn as clients send it: a text, or parts that are read one after the other."""
 
-    content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]  # type: ignore[assignment]
+    # Parts first: what is wrong with one of them is then the first of the errors.
+    content: Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | str  # type: ignore[assignment]
 
     def line(self) -> str:
         """The turn as it stands in the plain text of a dialogue."""

@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -56,8 +57,12 @@ class RunFolder:
         checkpoint.clean(self.checkpoints)
 
     def close(self) -> None:
-        """Release the folder for other processes."""
+        """Release the folder for other processes; one in which nothing was written goes, so that a refusal leaves none."""
         if self._lock is not None:
+            with suppress(OSError):
+                if [path.name for path in self.path.iterdir()] == ["lock"]:
+                    (self.path / "lock").unlink()  # while it is held: whoever waits for it is refused
+                    self.path.rmdir()
             self._lock.close()
             self._lock = None
 

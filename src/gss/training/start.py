@@ -35,7 +35,10 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
     fresh = config.start is None or resuming
     model = build_model(config.model) if fresh else _loaded(str(config.start), config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
-        raise ValueError(f"the data's vocabulary has {dataset.vocab_size} ids, the model {config.model.vocab_size}")
+        raise ValueError(
+            f"the data's vocabulary has {dataset.vocab_size} ids, the model {config.model.vocab_size}: prepare the text "
+            "again with the model's own vocabulary (`gss prepare --tokenizer RUN`), or give another --out"
+        )
     if config.lora is not None:
         add_lora(model, config.lora)
     if config.tune == "state":
