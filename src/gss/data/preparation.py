@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gss.data.formats import Span, file_system, is_url
-from gss.data.parts import Part, check_shares, make_parts, merge_parts, token_dtype, write_part
+from gss.data.merging import merge_parts
+from gss.data.parts import Part, make_parts, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -131,6 +132,12 @@ def _read_share(share: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{share} is not a valid part of a corpus: prepare it again, with --force") from None
     return asked
+
+
+def check_shares(valid: float, test: float) -> None:
+    """Refuse shares of documents for the held-out splits that leave none for training."""
+    if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
+        raise ValueError(f"the shares valid={valid} and test={test} must leave some for training")
 
 
 def usable_cores() -> int:
