@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from gss.training.distributed import like
 
-MOMENTUM = 0.95
+_MOMENTUM = 0.95
 _ITERATIONS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x: the steepest start, which brings every singular value to between 0.7 and 1.2."""
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        ahead = gradient.lerp(state["momentum"].lerp_(gradient, 1 - MOMENTUM), MOMENTUM)
+        ahead = gradient.lerp(state["momentum"].lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
         return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
 
 

@@ -24,8 +24,8 @@ _DECISIVE = ("preset", "model", "start", "lora", "tune", "device")
 _TINY, _SMALL = 4_000_000, 150_000_000
 """Number of parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
 _PASSES, _STRONG_DECAY, _DROPOUT = 4, 1.0, 0.15
-"""A model that reads its corpus this often overfits; stronger weight decay and dropout prevent that. Over 6.4 passes they
-lower held-out perplexity by 12% to 15% (docs/results.md). With fewer passes we have not tried them.
+"""A model that reads its corpus this often overfits; stronger weight decay and dropout prevent that. Over 6.4 passes
+they lower held-out perplexity by 12% to 15% (docs/results.md). With fewer passes we have not tried them.
 """
 
 
