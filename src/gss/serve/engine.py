@@ -223,10 +223,10 @@ class EngineThread:
                     self._over.add(job)
 
     def _take(self, row: Row) -> None:
-        piece = row.take()
-        if piece is not None:
-            self.metrics.generated_tokens.add(piece.tokens)
-            self._posts.append((row.job, piece))
+        shown = row.take()
+        if shown is not None:
+            self.metrics.generated_tokens.add(shown.tokens)
+            self._posts.append((row.job, Piece(row.index, *shown)))
 
     def _deliver(self) -> None:
         now = time.monotonic()
