@@ -18,11 +18,11 @@ class Piece:
 
     index: int  # which of the job's continuations
     text: str = ""
-    tokens: int = 0  # how many tokens have been produced since the last piece
+    tokens: int = 0  # tokens produced since the last piece
     scores: tuple[TokenScore, ...] = ()
     finish: Finish | None = None
-    failure: Failure | None = None  # set on a job's last piece when it could not be completed
-    prompt_scores: Sequence[Score] = ()  # what the function below makes readable
+    failure: Failure | None = None  # why the job could not be completed; on its last piece
+    prompt_scores: Sequence[Score] = ()  # for the function below
 
     def followed_by(self, later: "Piece") -> "Piece":
         """Two pieces of one continuation as one."""
@@ -38,10 +38,10 @@ class Job(Request):
     loop: AbstractEventLoop | None = None  # the event loop that calls the sink; None: the engine's own thread does
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    streaming: bool = True  # whether pieces are wanted as they come; otherwise each continuation is one piece
+    streaming: bool = True  # whether pieces are sent as they are produced; otherwise each continuation is one piece
     deadline: float = float("inf")  # on the clock of `time.monotonic`
     cancelled: bool = False  # may be set by any thread; the job is dropped before the next step, without a piece
-    ended: int = 0  # continuations that have had their last piece, as counted by the engine
+    ended: int = 0  # continuations whose last piece has been sent, as counted by the engine
 
 
 class Row(Continuation):

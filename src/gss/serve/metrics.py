@@ -1,4 +1,4 @@
-"""Counters for Prometheus, in its text format: one thread writes them, any thread may read them."""
+"""Prometheus metrics in the text format. Each is written by one thread and may be read by any."""
 
 import threading
 from bisect import bisect_left
@@ -46,7 +46,7 @@ class Number:
 
 
 class Histogram(Number):
-    """How many durations were at most as long as each of some bounds."""
+    """Counts durations by upper bound."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         super().__init__("histogram", name, about)
@@ -83,5 +83,5 @@ class Metrics:
         self.request_seconds = Histogram("gss_completion_seconds", "From arrival to the end.", _SECONDS)
 
     def page(self) -> str:
-        """All of it, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"
