@@ -122,7 +122,7 @@ def _batches(config: TrainConfig, dataset: Dataset) -> Batches:
 
 
 class _Run:
-    """A run, as one process sees it."""
+    """A run in one process."""
 
     def __init__(
         self, config: TrainConfig, dataset: Dataset, folder: RunFolder, world: World, allow: Sequence[str], quiet: bool
@@ -245,7 +245,7 @@ class _Run:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}{end}")
 
     def _log(self, show: bool) -> None:
-        """Fetch the results since the last call, stop where they are not finite, write them and show the last one."""
+        """Fetch the results since the last call, stop if they are not finite, write them and show the last one."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -297,7 +297,7 @@ class _Run:
             )
 
     def _sample(self) -> None:
-        """The prompt and its continuation, without dropout; under FSDP2 every process must generate it."""
+        """Write the sample prompt and its continuation, without dropout; under FSDP2 every process must generate it."""
         model, prompt, most = self.stepper.model, self.config.report.sample_prompt, self.config.report.sample_tokens
         how = {"sampling": Sampling(temperature=0.8), "seed": self.config.seed, "precision": "fp32"}
         with gathered(model):
@@ -308,7 +308,7 @@ class _Run:
         self.progress.note(f"step {self.step:,} · sample:\n{text}")
 
     def _save(self) -> None:
-        """Write a checkpoint unless this step has one; results up to here have been read and are finite."""
+        """Write a checkpoint unless this step has one. `_log` has checked that all results up to here are finite."""
         if self._saved_at == self.step:
             return
         tensors, scalars = snapshot.take(self.stepper)

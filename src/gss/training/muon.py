@@ -20,9 +20,9 @@ from gss.training.distributed import like
 _MOMENTUM = 0.95
 _ITERATIONS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x: the steepest start, which brings every singular value to between 0.7 and 1.2."""
+"""Of x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, chosen for a steep start; brings every singular value to between 0.7 and 1.2."""
 _TINY = 1e-7  # keeps a matrix without gradient at 0
-_ADAM_SIZE = 0.2  # root mean square of an AdamW update: with it, both take the same rates
+_ADAM_SIZE = 0.2  # root mean square of an AdamW update; with it, the same rates suit both
 
 
 class Muon(torch.optim.Optimizer):
