@@ -167,8 +167,6 @@ def _fill_splits(table: Table, shares: dict[str, float]) -> None:
 
 
 class _SplitWriter:
-    """Writes the files of a split."""
-
     def __init__(self, out: Path, split: str, vocab_size: int, files: ExitStack) -> None:
         self._split = split
         self._paths = {name: out / f"{split}.{name}" for name in ("tokens", "documents", "names")}
@@ -177,7 +175,6 @@ class _SplitWriter:
         self._hashed, self._unigrams = hashlib.sha256(), np.zeros(vocab_size, np.int64)
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Append tokens."""
         if len(ids):
             check_ids(ids, len(self._unigrams), self._paths["tokens"].name)
             self._tokens.write(ids.data)

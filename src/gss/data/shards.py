@@ -146,7 +146,6 @@ class Dataset:
     manifest: Manifest | None = None
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.ends)
 
     @cached_property
@@ -188,7 +187,6 @@ class Dataset:
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus again")
 
     def documents(self) -> Iterator[Document]:
-        """All documents in order."""
         for number, (name, begin, end) in enumerate(zip(self.names(), self.starts, self.ends, strict=True)):
             self.check_file()
             size, words = int(self.document_bytes[number]), int(self.document_words[number])

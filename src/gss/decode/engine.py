@@ -246,7 +246,6 @@ class Engine:
             return _Fetched(self._running, self.decoder.advance())
 
     def _leave(self, leaving: Iterable[_Row]) -> None:
-        """Remove rows from the batch."""
         gone = list(leaving)
         if not gone:
             return

@@ -22,7 +22,6 @@ class Lookup:
         self._length = 2
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add drawn tokens."""
         self._tokens += tokens
 
     def draft(self, most: int) -> list[int]:

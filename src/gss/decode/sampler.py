@@ -32,8 +32,6 @@ NONE = -2
 
 
 class Settings(NamedTuple):
-    """The settings of one row."""
-
     sampling: Sampling = GREEDY
     seed: int = 0
     logprobs: int | None = None

@@ -33,7 +33,6 @@ class _Cache:
         self.buffers = [RowBuffer(buffer) for buffer in buffers]
 
     def add(self, rows: list[int], *buffers: Tensor) -> None:
-        """Append rows."""
         self.rows = self.rows + rows
         for held, new in zip(self.buffers, buffers, strict=True):
             held.add(new)

@@ -75,8 +75,6 @@ def _feedforward(layer: FeedForward) -> ctypes.Structure:
 
 
 class CompiledGSSPlan(StateSpacePlan):
-    """A GSS layer."""
-
     def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
         super().__init__(layer, state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
@@ -169,8 +167,6 @@ class CompiledGSS2Plan(DecodePlan):
 
 
 class CompiledAttentionPlan(AttentionPlan):
-    """A Transformer block."""
-
     def __init__(self, layer: TransformerBlock, state: LayerState) -> None:
         super().__init__(layer, state)
         self._frequency, self._kept = None, _tensors(layer)

@@ -28,7 +28,6 @@ class RowBuffer:
         self._room = self.tensor = tensor
 
     def add(self, tensor: Tensor) -> None:
-        """Append rows."""
         before, after = len(self.tensor), len(self.tensor) + len(tensor)
         if after > len(self._room):
             room = self._room.new_zeros(2 * after, *self._room.shape[1:])

@@ -27,7 +27,6 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return len(self.joined)
 
     def join(self, rows: int) -> None:

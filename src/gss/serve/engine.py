@@ -84,7 +84,6 @@ class EngineThread:
     # ---- for other threads
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -248,7 +247,6 @@ class EngineThread:
             self._over = set()
 
     def _fail_all(self, failure: Failure) -> None:
-        """Fail every job."""
         with self._lock:
             self._posts = [(job, Piece(0, failure=failure)) for job in self._outstanding if not job.cancelled]
             self._inbox.clear()

@@ -54,7 +54,6 @@ class ApiError(HTTPException):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
 

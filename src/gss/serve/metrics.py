@@ -17,7 +17,6 @@ class Number:
         self._lock = threading.Lock()
 
     def add(self, amount: float = 1, *labels: str) -> None:
-        """Add to the value."""
         with self._lock:
             self._values[labels] = self._values.get(labels, 0) + amount
 
@@ -53,7 +52,6 @@ class Histogram(Number):
         self._bounds, self._counts = bounds, [0] * (len(bounds) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count a duration."""
         with self._lock:
             self._counts[bisect_left(self._bounds, seconds)] += 1
             self._values[()] += seconds

@@ -53,8 +53,6 @@ def usable_connections(wanted: int) -> int:
 
 
 class Connections:
-    """All connections of a server."""
-
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.idle: dict[Connection | socket.socket, float] = {}  # since when, the oldest first
@@ -158,7 +156,6 @@ class Connections:
             self._close(connection)
 
     def forget(self, connection: Any) -> None:
-        """Forget a closed connection."""
         self.idle.pop(connection, None)
         self.stalled.pop(connection, None)
         self.at_work.discard(connection)

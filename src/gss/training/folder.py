@@ -92,13 +92,11 @@ class RunFolder:
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows."""
         outcome = "it resumes from the newest checkpoint"
         with explained_full_disk(self.metrics, outcome), self.metrics.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def write_sample(self, step: int, text: str) -> None:
-        """Write a sample of text."""
         write_file(self.path / "samples" / f"step-{step:08d}.txt", text + "\n")
 
 
