@@ -134,7 +134,7 @@ def _altered(part: str, name: str) -> ValueError:
 
 
 def _drop_duplicates(table: Table) -> None:
-    """Mark all but one of the documents with equal contents, keeping a held-out copy if there is one."""
+    """Mark all but one of the documents with equal contents; a copy in test is kept before one in valid or train."""
     buckets = max(1, -(-len(table) // BUCKET))
     rank = np.asarray([("test", "valid", "train").index(split) for split in SPLITS])
     for bucket in range(buckets):

@@ -48,7 +48,7 @@ class FixedGate(nn.Module):
 
 
 class LSTMGate(nn.Module):
-    """s ← s⊙σ(W_f h + b_f + 1) + z⊙σ(W_i h + b_i − 1): the gates depend on the attention output h."""
+    """s ← s⊙σ(W_f h + b_f + 1) + z⊙σ(W_i h + b_i − 1): the gates depend on h (see `StateCell`)."""
 
     def __init__(self, config: ModelConfig, inputs: int) -> None:
         super().__init__()

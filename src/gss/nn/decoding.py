@@ -135,5 +135,5 @@ class GPUPlan:
         """Put the rows of a state in these places."""
 
     def state(self, places: Tensor, block: Block) -> dict[str, Tensor]:
-        """The state of these rows, the first of the block, after the tokens read so far."""
+        """The state after the tokens read so far of these rows, the first ones of the block."""
         raise NotImplementedError

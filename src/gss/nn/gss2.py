@@ -170,7 +170,7 @@ class KeyedStateSpace(StateSpace):
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
-        """Divide λ by a factor, which multiplies all time constants. D shrinks with the energy that modes add."""
+        """Divide λ by a factor, which multiplies all time constants. D shrinks with what modes write."""
         self.log_decay.sub_(math.log(factor))
         self.log_frequency.sub_(math.log(factor))
         self.skip.div_(math.sqrt(factor))
