@@ -257,9 +257,7 @@ class ActiveCompletion:
         if not self._chat:
             return choice
         index, said = choice["index"], {"content": choice["text"]}
-        if (
-            index not in self._begun
-        ):  # the role comes with every part up to the first text, which loses its leading space
+        if index not in self._begun:  # parts name the role up to the first text, which loses its leading space
             said = {"role": "assistant", "content": choice["text"].lstrip()}
             if said["content"]:
                 self._begun.add(index)

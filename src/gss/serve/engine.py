@@ -271,9 +271,7 @@ def _send(posts: Posts) -> None:
             _call_sinks(own, sent.set)
             continue
         try:
-            loop.call_soon_threadsafe(
-                _call_sinks, own, partial(loop.call_soon, sent.set)
-            )  # runs after the tasks that the sinks wake
+            loop.call_soon_threadsafe(_call_sinks, own, partial(loop.call_soon, sent.set))  # after those that wake
         except RuntimeError:  # the loop is closed: nobody is waiting
             for job, _ in own:
                 job.cancelled = True

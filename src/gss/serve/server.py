@@ -295,9 +295,7 @@ def listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         made = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        made.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17
-        )  # by default the system buffers megabytes per client
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # by default it is megabytes per client
         # With TCP as its explicit protocol: only then does asyncio send small responses without delay.
         return socket.socket(made.family, made.type, socket.IPPROTO_TCP, fileno=made.detach())
     except OSError as error:
