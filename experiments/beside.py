@@ -1,11 +1,11 @@
-"""Ours beside a model of another library, or another preset of ours, in one run on this machine.
+"""Our models compared with those of other libraries, or with each other, in one run on this machine.
 
     python -m experiments.beside layer  [--model gss-small] [--shape 2x4096 --shape 1x65536]
     python -m experiments.beside decode [--model gss-small] [--context 4096] [--peer pypi-gss --peer hf-llama]
     python -m experiments.beside train|prefill [--shape 1x1024] [--peer fla-mamba2 --peer transformer-small]
 
-What is ours is measured by the functions of `gss bench`, checked first; a peer that is not installed or fails is a row
-that says why. `--json` prints what benchmarks/results holds.
+Our models are checked and measured by the functions of `gss bench`. A peer that is not installed or fails gets a row
+that says why. `--json` prints the format of benchmarks/results.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from gss.presets import PRESETS, preset
 def beside(
     ours: list[Measurement], name: str, what: str, where: str, measure: Callable[[], float]
 ) -> list[Measurement]:
-    """A peer's speed as a row, set beside ours of the same shape."""
+    """A peer's speed as a row, compared with ours at the same shape."""
     theirs = attempted(f"{what} {name}, {where}", measure)
     same = next(row for row in ours if row.name.startswith(f"{what} ") and row.name.endswith(f", {where}"))
     return [theirs.beside(same.name.removeprefix(f"{what} ").partition(",")[0], same.value)]
 
 
 def measured(arguments: argparse.Namespace, device: torch.device) -> list[Measurement]:
-    """The rows that were asked for."""
+    """The requested rows."""
     model, repeats, what = arguments.model, arguments.repeats, arguments.what
     like = preset(model)
     shapes = [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in arguments.shape)]

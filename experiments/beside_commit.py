@@ -1,10 +1,10 @@
-"""Speeds of this commit beside another's, by turns on one GPU: a GSS layer forward and backward, a training step.
+"""This commit's speed compared with another's on one GPU: a GSS layer forward and backward, and a training step.
 
     git archive COMMIT src | tar x -C OTHER
     python -m experiments.beside_commit OTHER [--rounds 2] [--out FILE]
 
-Each turn is a process of its own that imports `gss` from one of the two trees; the best of its turns counts for each,
-since whatever else a machine does only slows it down.
+The two take turns, each turn in a process that imports `gss` from its tree. The best turn counts, since other work on
+the machine can only slow one down.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _training_step(config: Any, batch: int, length: int) -> Any:
 
 
 def _milliseconds(run: Any, repeats: int) -> float:
-    """The median, by events that nothing waits for in between."""
+    """The median, timed by events without synchronizing in between."""
     import torch
 
     for _ in range(3):

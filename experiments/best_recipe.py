@@ -1,7 +1,7 @@
-"""Tables of runs of `experiments.quality`: every model with its best settings, everything that was tried, context.
+"""Tables of runs of `experiments.quality`: every model with its best settings, all settings, context.
 
-A run is named by its model and by what sets it apart from that model's usual settings; `legend` says what the names of
-settings mean. A setting that has no name here stands in the tables as it is.
+A run is named by its model and by how it differs from that model's usual settings; `legend` explains the names of
+settings. A setting without a name here appears in the tables as it is.
 """
 
 import json
@@ -18,7 +18,7 @@ LABELS = {name: system.label for name, system in SYSTEMS.items()}
 LABELS |= {"llama": "Llama", "gss2": "GSS2", "mamba2": "Mamba-2", "gated-deltanet": "Gated DeltaNet"}
 _START = ("embedding_std=0.02", "head_scale=1.0", "zero_outputs=true")
 USUAL = {"llama": _START[2:], "gss": _START, "gss-hybrid": _START, "dss": _START}
-"""What all runs of a model have that is not in its preset."""
+"""Settings of all runs of a model that are not in its preset."""
 NAMES = {
     "no attention": ("pattern=gss2",),
     "low frequencies": ("state_space.frequency_range=[1e-6,1.0]",),
@@ -48,7 +48,7 @@ NAMES = {
     "Llama's time": ("steps=943",),
     "200 steps": ("steps=200", "optimizer.warmup_steps=25"),
 }
-"""What sets of settings are called; the first that fits is taken out first."""
+"""Names of sets of settings; the first that matches is used first."""
 MEANINGS = {
     "no attention": "state spaces in every layer",
     "low frequencies": "half of the modes hardly turn within their lifetime",
@@ -71,7 +71,7 @@ MEANINGS = {
     "200 steps": "a quarter of the usual steps, to compare rates",
 }
 _OWN_ROW = ("no attention", "Llama's time")
-"""A model of its own in the table of the best."""
+"""Settings that count as a separate model in the table of the best."""
 _RATE, _AT, _SAME_SIZE = "6.4e-3", 4096, 0.1
 _TEXT = frozenset({"settings", "what it is", "name"})
 
@@ -89,7 +89,7 @@ def model(run: Run) -> str:
 
 
 def settings(run: Run) -> list[str]:
-    """What sets a run apart from others of its model, but for its seed; names where there are any."""
+    """How a run differs from others of its model, apart from the seed; by name if there is one."""
     name, *parts = run["system"].split("+")
     left = [part.removeprefix("model.") for part in parts if not part.startswith("seed=")]
     usual = USUAL.get(name.removesuffix("-small"), ())

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the run that it is compared with: matrix products and copies."""
+"""The machine's peak rates of matrix products and copies, measured in the same run as what they are compared with."""
 
 import statistics
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from gss.bench.machine import intervals
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of the best the machine has: bf16 products on a GPU, float32 on a CPU."""
+    """Peak rates: bf16 products on a GPU, float32 on a CPU."""
 
     square: float
-    """FLOP/s of a large square product; what MFU is measured against."""
+    """FLOP/s of a large square product, the reference for MFU."""
     sustained: float | None
     """The same rate once a GPU has been busy for a second or two and runs at the clock that its power limit allows."""
     tall: float | None
     """FLOP/s of a product of a training step's shape, 131072×1024×4096; GPU alone."""
     copy: float
-    """Bytes/s of a copy within the device, read and written ones counted."""
+    """Bytes/s of a copy within the device, counting bytes read and written."""
     square_size: int
     precision: str
 
     def as_dict(self) -> dict[str, float]:
-        """By what was measured, for a header."""
+        """The rates by name, for a header."""
         named = {f"{self.precision} matmul {self.square_size}³, TFLOP/s": self.square / 1e12}
         if self.sustained is not None:
             named["the same, sustained, TFLOP/s"] = self.sustained / 1e12

@@ -1,8 +1,8 @@
 """Runs of `experiments.quality` on the same held-out documents: perplexity, and ratios with a standard error.
 
-Settings are chosen on every other document (`choose`) and reported on the rest (`report`). Documents are the
-independent draws. One that is hard for a system is hard for the other, so the error of the difference is far below that
-of either level; it is found by leaving out one document at a time (the jackknife).
+Settings are chosen on every other document (`choose`) and reported on the rest (`report`). Documents are treated as
+independent samples. A document that is hard for one system is hard for the other, so the error of the difference is far
+smaller than that of either level. It is estimated by the jackknife, leaving out one document at a time.
 """
 
 import math
@@ -19,7 +19,7 @@ Documents = Sequence[tuple[float, int]]
 
 
 class Comparison(NamedTuple):
-    """What a system's perplexity is in terms of another's."""
+    """The ratio of two systems' perplexities."""
 
     ratio: float
     """exp of the difference of the mean losses: under 1, the first system is better."""

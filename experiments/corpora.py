@@ -4,9 +4,9 @@
 
 ARCHIVES holds books-train-0.tar.xz to -2, books-valid.tar.xz, code.tar.xz and math.tar.xz, with train/ and valid/
 inside. DATA gets a folder of `gss prepare` for each corpus whose archives are all there: books, code and math in the
-given vocabulary, and code-lossless in the one of --code-vocabulary (`gss tokenizer train` on code's train split). What
-DATA has already is left alone, so the command can be given again when more archives have come; a folder appears when
-it is complete, which `experiments.quality` waits for.
+given vocabulary, and code-lossless in the one of --code-vocabulary (`gss tokenizer train` on code's train split).
+Folders that exist are left alone, so you can run the command again when more archives have arrived. A folder appears
+only when it is complete; `experiments.quality` waits for it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ARCHIVES = {
 
 
 def make(name: str, archives: list[Path], vocabulary: Path, out: Path) -> str:
-    """Prepare a corpus; returns what it holds, in words."""
+    """Prepare a corpus; returns a description of it."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".") as folder:
         text, unfinished = Path(folder, "text"), Path(folder, name)

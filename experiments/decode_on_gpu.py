@@ -1,18 +1,17 @@
-"""What users get from decoding on a GPU, in the user's own commands, with the goal beside each figure.
+"""The speed of decoding on a GPU in the commands that users run, with the goal next to each figure.
 
     python -m experiments.decode_on_gpu decode.json --vocabulary t5.model --seconds 230 [--code DATA]
 
-The parts run one after another, the most important first; one that fails, or takes too long, leaves the others, one
-for which too little time is left is left out, and the file is written after each. With random weights (`--model`):
-`gss generate` with empty caches and with full ones, in seconds from the command to the first text and tokens per
-second after it; where those seconds go; how far decoded logits are from float64, and greedy tokens from the plain
-decoder's; `gss.decode.stream` with 64 prompts and 1; `gss serve` with 64 clients. Speculation is measured where text
-repeats itself: with the bundled model after the beginnings of this package's longest files (the figure for CPUs has
-the same model), and with `--code`, a corpus of `gss prepare`, with a model trained on it for `--steps` steps, after
-held-out code. `--tiny` takes small sizes and any device, to see that everything runs; `--part NAME`, given once or
-more, runs these parts alone.
+The parts run one after another, the most important first. If one fails, takes too long, or there is too little time
+left for it, the others still run; the file is written after each. With random weights (`--model`): `gss generate` with
+empty and with full caches, in seconds from the command to the first text and tokens per second after it; where those
+seconds go; the error of decoded logits against float64, and of greedy tokens against the plain decoder; and
+`gss.decode.stream` with 64 prompts and 1; `gss serve` with 64 clients. Speculation is measured on text that repeats
+itself: with the bundled model after the beginnings of this package's longest files (as in the figure for CPUs), and
+with `--code`, a corpus of `gss prepare`, with a model trained on it for `--steps` steps, after held-out code. `--tiny`
+runs everything in small sizes on any device; `--part NAME`, once or several times, runs only those parts.
 
-Caches are Triton's and the driver's and, where the installed packages come without compiled bytecode, Python's.
+The caches are Triton's, the driver's and, if the installed packages have no compiled bytecode, Python's.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Language models of other libraries, of about the size of one of ours, to measure beside it.
+"""Language models of other libraries, of about the size of one of ours, to compare with it.
 
-Each is built and called as its own users do it. One whose library is missing, or that cannot be built, is
-`Unavailable`, with a word that says why.
+Each is built and called as its own users do it. If its library is missing, or it cannot be built, it is `Unavailable`,
+with the reason.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from gss.training.optim import build_optimizer, clip_gradients
 
 
 class Unavailable(ValueError):  # noqa: N818
-    """A peer that cannot run here; the message is the one word that its row shows."""
+    """A peer that cannot run here; its row shows the message."""
 
 
 class Foreign(nn.Module):
@@ -37,22 +37,22 @@ class Foreign(nn.Module):
         super().__init__()
         self.module = module
         self.compilable = compilable
-        """Whether `torch.compile` is what its users would wrap it in; the others bring kernels or complex numbers."""
+        """Whether its users would use `torch.compile`; the others have their own kernels, or complex numbers."""
 
     @property
     def parameter_count(self) -> int:
-        """All parameters, tied ones once."""
+        """The number of parameters, counting tied ones once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError
 
     def last_logits(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after the last token, with whatever the model keeps to go on from there."""
+        """Logits [B, V] after the last token, computed together with the model's cache."""
         raise NotImplementedError
 
     def continuation(self, tokens: Tensor) -> Callable[[], Tensor]:
-        """A function that gives the next token of each row greedily, [B], after these tokens, each time one more."""
+        """A function that returns the next greedy token of each row, [B], each time it is called."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ class _PyPI(Foreign):
         return self.module(tokens)[:, -1]
 
     def continuation(self, tokens: Tensor) -> Callable[[], Tensor]:
-        return lambda: self.last_logits(tokens).argmax(-1)  # it has no state: every token costs the whole context
+        return lambda: self.last_logits(tokens).argmax(-1)  # without a state, every token costs the whole context
 
 
 class _HuggingFace(Foreign):
@@ -88,7 +88,7 @@ class _HuggingFace(Foreign):
 
 
 def build_foreign(name: str, config: ModelConfig, length: int) -> Foreign:
-    """The peer of that name, as deep as makes it about as large as our model of this config."""
+    """The peer of that name, with the depth at which it is about as large as our model of this config."""
     if name not in FOREIGN:
         raise ValueError(f"there is no peer {name!r}; choose from: {', '.join(FOREIGN)}, or the name of a preset")
     with _hushed():
@@ -100,7 +100,7 @@ def build_foreign(name: str, config: ModelConfig, length: int) -> Foreign:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """No advice from the libraries on what would make them faster: a dozen lines a model."""
+    """Silence the libraries' advice, a dozen lines per model."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -120,7 +120,7 @@ def _pypi_gss(config: ModelConfig, length: int) -> Foreign:
 def _huggingface(
     library: str, config_class: str, settings: Callable[[ModelConfig, int], dict[str, Any]], compilable: bool = False
 ) -> Callable[[ModelConfig, int], Foreign]:
-    """A model of `transformers` or in its form, of as many layers as bring it nearest to the size of ours."""
+    """A model of `transformers` or in its form, with the number of layers that comes closest to the size of ours."""
 
     def build(config: ModelConfig, length: int) -> Foreign:
         configured = getattr(importlib.import_module(library), config_class)
@@ -176,7 +176,7 @@ FOREIGN: dict[str, Callable[[ModelConfig, int], Foreign]] = {
 def train_foreign(
     name: str, like: ModelConfig, batch: int, length: int, device: torch.device, compiled: bool, repeats: int
 ) -> TrainingSpeed:
-    """Training steps of another library's model of about the size of ours, as its users take them."""
+    """The speed of training another library's model of about the size of ours, as its users do it."""
     release(device)
     torch.manual_seed(0)
     tokens = torch.randint(0, like.vocab_size, (batch, length + 1), device=device)
@@ -209,7 +209,7 @@ def train_foreign(
 
 @torch.no_grad()
 def prefill_foreign(name: str, like: ModelConfig, batch: int, length: int, device: torch.device, repeats: int) -> float:
-    """Tokens per second of reading a prompt, with whatever the model keeps to go on from there."""
+    """Tokens per second of reading a prompt, including the model's cache."""
     release(device)
     tokens = torch.randint(0, like.vocab_size, (batch, length), device=device)
     foreign = build_foreign(name, like, length).to(device).eval()

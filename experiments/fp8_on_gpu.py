@@ -1,9 +1,9 @@
-"""Training in fp8 on a GPU: errors, training steps beside bf16, losses of both, kernels' settings and products.
+"""Training in fp8 on a GPU: errors, training steps and losses compared with bf16, settings of kernels, and products.
 
     python -m experiments.fp8_on_gpu [--out FILE] [--seconds 150]
 
-What has not begun at `--seconds` is left out. The file is rewritten after every part, and a part that fails is a line
-that says why; the figures that decide come once more at the end.
+Parts that have not begun after `--seconds` are left out. The file is rewritten after every part, and a part that fails
+gets a line that says why. The most important figures are repeated at the end.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m experiments.gss2_on_gpu [--out FILE] [--seconds 65]
 
-Floors are those that gss/ops/gpu/matrix_state.py counts. What has not begun at `--seconds` is left out; the settings
-of the kernels come last, so that they can be left out. The table is printed line by line, the file rewritten with it;
-the best setting of each kernel ends it.
+Floors are those that gss/ops/gpu/matrix_state.py counts. Parts that have not begun after `--seconds` are left
+out, so the settings of the kernels come last. The table is printed line by line, the file is rewritten with it, and the
+best setting of each kernel is printed at the end.
 """
 
 import argparse

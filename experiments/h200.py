@@ -1,11 +1,11 @@
-"""Every goal of the speed table, measured in one run on one GPU beside the peers.
+"""Every row of the speed table, measured in one run on one GPU together with the peers.
 
     python -m experiments.h200 --out benchmarks/results/h200.json [SECTION …] [--commit ID] [--repeats 10]
 
-Sections: train long decode prefill hybrid dss errors families peers; all of them without a name. They measure what
-`gss bench` measures, by the same functions: correctness first, medians, fresh models, the machine's ceilings in the
-same run. The file is written anew after every section, so that a run cut short keeps what it had; a section that fails
-is a row that says why. `--trial` takes tiny presets and short lengths, to see on any machine that everything runs.
+Sections: train long decode prefill hybrid dss errors families peers; by default all of them. They use the functions of
+`gss bench`: correctness first, medians, fresh models, and the machine's peak rates in the same run. The file is written
+after every section, so a run that is cut short keeps its results; a section that fails gets a row that says why.
+`--trial` runs everything with tiny presets and short lengths on any machine.
 """
 
 import argparse

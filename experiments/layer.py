@@ -1,8 +1,7 @@
-"""One GSS layer, and its state-space part alone, forward and backward: time, memory and error.
+"""One GSS layer, and its state space alone, forward and backward: time, memory and error.
 
-On a CPU in float32; on a GPU in bf16 autocast, with our kernels and without. Correctness comes first: every path's
-output and gradients are compared with float64 ones, and nothing is reported where they
-differ.
+On a CPU in float32; on a GPU in bf16 autocast, with and without our kernels. Outputs and gradients of every path are
+first compared with float64; if they differ, nothing is reported.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What a measurement gives: rows of one shape under a header that says where they come from, as JSON or a table."""
+"""Measurements: rows of one form under a header with their origin, as JSON or as a table."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,21 +11,21 @@ from gss.bench.machine import provenance
 from gss.io.files import finite
 
 LESS_IS_BETTER = frozenset({"s", "ms", "GB", "MB", "MiB", "relative error", "× as long", "nats"})
-"""Units of which less is better: goals in them are limits from above, and ratios are the peer's over ours."""
+"""Units in which less is better: goals are upper limits, and ratios are the peer's value over ours."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure: what it is, what it should be, and how it compares."""
+    """A figure with its goal and its ratio to a peer's."""
 
     name: str
     value: float | None
-    """None where there is no figure; `note` says why."""
+    """None if there is no figure; `note` says why."""
     unit: str
     goal: float | None = None
-    """At least this, or at most for units of which less is better."""
+    """A lower limit, or an upper limit for units in which less is better."""
     peer: str | None = None
-    """What it is compared with: the name of a peer whose own row is in the list."""
+    """The name of the peer that it is compared with, whose own row is in the list."""
     ratio: float | None = None
     """How many times as good as the peer: over 1 is better, whatever the unit."""
     note: str = ""
@@ -40,7 +40,7 @@ class Measurement:
         return self.value <= self.goal if self.unit in LESS_IS_BETTER else self.value >= self.goal
 
     def beside(self, peer: str, value: float | None) -> "Measurement":
-        """The row compared with a peer's value in the same unit; unchanged where the peer has none."""
+        """The row compared with a peer's value in the same unit; unchanged if the peer has none."""
         if not value or not self.value:
             return self
         ratio = value / self.value if self.unit in LESS_IS_BETTER else self.value / value
@@ -49,7 +49,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """What training one model at one shape gave."""
+    """The speed of training one model at one shape."""
 
     tokens_per_second: float
     parameters: int
@@ -57,7 +57,7 @@ class TrainingSpeed:
     """Of GPU memory; None on a CPU."""
 
     def rows(self, name: str, where: str, matmul_rate: float | None) -> list[Measurement]:
-        """The speed; MFU where the machine's matrix rate is known; memory."""
+        """The speed, MFU if the machine's matrix rate is known, and memory."""
         size = f"{self.parameters / 1e6:.1f}M parameters"
         rows = [Measurement(f"training {name}, {where}", self.tokens_per_second, "tokens/s", note=size)]
         if matmul_rate:
@@ -69,7 +69,7 @@ class TrainingSpeed:
 
 
 def measurements(figures: Iterable[Figure]) -> list[Measurement]:
-    """What `gss.bench` measured; limits become goals."""
+    """Figures of `gss.bench` as rows; limits become goals."""
     return [Measurement(each.name, each.value, each.unit, each.limit, note=each.note) for each in figures]
 
 
@@ -88,7 +88,7 @@ def attempted(name: str, measure: Callable[[], float]) -> Measurement:
 
 
 def header(commit: str = "") -> dict[str, Any]:
-    """Command, commit (this one in place of the source tree's), hardware, versions and date."""
+    """Command, commit (if given, instead of the source tree's), hardware, versions and date."""
     found = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return found | ({"commit": commit} if commit else {})
 
@@ -96,13 +96,13 @@ def header(commit: str = "") -> dict[str, Any]:
 def document(
     rows: Iterable[Measurement], ceilings: Mapping[str, float] | None = None, commit: str = ""
 ) -> dict[str, Any]:
-    """The rows under a header that says where they come from."""
+    """The rows under a header with their origin."""
     rows_given: list[dict[str, Any]] = finite([asdict(row) for row in rows])
     return {**header(commit), "ceilings": dict(ceilings or {}), "rows": rows_given}
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """The rows as text in columns; columns that no row fills are left out."""
+    """The rows as text in columns, without columns that are empty."""
     head = ("what", "value", "unit", "goal", "", "peer", "ratio", "note")
     lines = [head]
     for row in rows:
@@ -121,7 +121,7 @@ def table(rows: Sequence[Measurement]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure in the digits that matter: 431,204 · 12.3 · 0.652 · 3.1e-04; a dash for None."""
+    """A figure in its significant digits: 431,204 · 12.3 · 0.652 · 3.1e-04; a dash for None."""
     if value is None:
         return "–"
     for least, form in ((1000, ",.0f"), (10, ".1f"), (0.01, ".3f")):

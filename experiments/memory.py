@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, each measured in a process of its own."""
+"""Peak memory of a function, measured in a separate process."""
 
 import multiprocessing
 import sys
@@ -8,7 +8,9 @@ from typing import Any
 
 
 def peak_bytes(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> int:
-    """How far one run raises the peak memory of a new process, in which `prepare(*arguments)` made the function."""
+    """By how much one call of the function that `prepare(*arguments)` returns raises the peak memory of a new
+    process.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_report_peak, args=(sender, prepare, arguments))
@@ -30,7 +32,7 @@ def _report_peak(sender: Any, prepare: Callable[..., Callable[[], Any]], argumen
 
 
 def _peak() -> int:
-    if sys.platform == "linux":  # a new process has its parent's ru_maxrss there, but a high-water mark of its own
+    if sys.platform == "linux":  # there a new process inherits its parent's ru_maxrss, but not the high-water mark
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     if sys.platform == "win32":

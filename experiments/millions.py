@@ -2,9 +2,9 @@
 
     python -m experiments.millions OUT.json [--cases gss:1048576,gss:4194304,gss-hybrid:1048576] [--piece 65536]
 
-Each case is a step of `gss train` (bf16, compiled layers, AdamW) on one row of random tokens in pieces. The first step
-compiles and is not counted. Where a short sequence fits whole, its loss and gradient norm in pieces are held against
-those of the whole first; nothing is reported where they differ.
+Each case is a step of `gss train` (bf16, compiled layers, AdamW) on one row of random tokens in pieces. Before that,
+the loss and the gradient norm of a short sequence in pieces are compared with those of the whole sequence; if they
+differ, nothing is reported. The first step compiles and is not counted.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Fills the marked parts of a hand-written Markdown page; the prose around the markers stays.
+"""Fills the marked parts of a hand-written Markdown page and leaves the prose around them alone.
 
 <!-- results: models -->
 whatever was here is replaced
@@ -12,7 +12,7 @@ _MARKED = re.compile(r"(<!-- results: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.
 
 
 def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
-    """The text with what is between markers replaced; a marker that nothing belongs to is refused."""
+    """The text with the parts between markers replaced; ValueError for an unknown marker."""
 
     def part(match: re.Match[str]) -> str:
         if match[2] not in parts:

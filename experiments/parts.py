@@ -1,4 +1,4 @@
-"""A measurement in parts, the most important first: one that fails or takes too long leaves the others."""
+"""A measurement in parts, the most important first; if one fails or takes too long, the others still run."""
 
 import math
 import signal
@@ -14,10 +14,10 @@ from gss.io.files import finite, write_json
 
 
 class Parts:
-    """Runs parts one after another, within a given time, and writes what there is to a file after each.
+    """Runs parts one after another within a given time, and writes the results so far to a file after each.
 
-    content         what the file is to hold, asked for after each part
-    unmeasured      told the name of a part that gave nothing, and why
+    content         returns the contents of the file
+    unmeasured      called with the name of a part that has no result, and the reason
     clean           called after each part
     """
 
@@ -33,7 +33,7 @@ class Parts:
         self._end = time.monotonic() + seconds
 
     def run(self, name: str, work: Callable[[], object], needs: float = 0.0, most: float = math.inf) -> None:
-        """Do a part that needs about so many seconds, and stop it after at most so many."""
+        """Run a part that needs about `needs` seconds; stop it after `most`."""
         begun = time.monotonic()
         left = self._end - begun
         print(f"\n== {name}", flush=True)

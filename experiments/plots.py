@@ -21,7 +21,7 @@ _STYLES, _MARKERS = ("-", "--"), ("o", "^")  # after eight colours
 
 
 def draw(runs: Sequence[Run], best: Path) -> dict[str, bytes]:
-    """As many figures as there are results for: of runs of `gss reproduce`, and of those of `quality` in a folder."""
+    """All figures for which there are results: of runs of `gss reproduce`, and of those of `quality` in a folder."""
     require_matplotlib()
     found = {}
     with style():

@@ -1,4 +1,4 @@
-"""PyPI's GSS: its layer with our layer's weights, so that both compute one function, and its language model."""
+"""PyPI's GSS: its layer with the weights of ours, so that both compute the same, and its language model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ _MISSING = f"the peer {PYPI_GSS} is not installed: pip install 'gss-lm[peers]'"
 def pypi_gss(layer: GSSLayer) -> "GSS":
     """PyPI's `gated-state-spaces-pytorch` layer with the weights of ours.
 
-    It has no biases but the last one's, the exact GELU, LayerNorm with epsilon 1e-5, the unit step, zero-order hold.
+    It has a bias only in the last product, the exact GELU, LayerNorm with epsilon 1e-5, the unit step and zero-order
+    hold.
     """
     try:
         from gated_state_spaces_pytorch.gss import GSS
@@ -52,7 +53,7 @@ def pypi_part(layer: GSSLayer, part: str) -> nn.Module:
 
 
 def pypi_gss_model(config: ModelConfig) -> "GatedStateSpacesLM":
-    """PyPI's language model with the sizes of ours and weights of its own: it has no last norm, its head is untied."""
+    """PyPI's language model in the sizes of ours, with its own weights, an untied head and no final norm."""
     try:
         from gated_state_spaces_pytorch import GatedStateSpacesLM
     except ImportError:
@@ -68,7 +69,7 @@ def pypi_gss_model(config: ModelConfig) -> "GatedStateSpacesLM":
 
 
 def paired_parameters(peer: "GSS", layer: GSSLayer) -> list[tuple[Any, Any]]:
-    """Each parameter of the peer with ours that plays its part (C's halves are views of one parameter)."""
+    """Each parameter of the peer with its counterpart (the halves of C are views of one parameter)."""
     space = layer.state_space
     return [
         (peer.norm.weight, layer.norm.weight),

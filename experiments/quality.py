@@ -3,20 +3,19 @@
     python -m experiments.quality experiments/quality.plan --data DATA --out RESULTS [--work runs/quality] \\
         [--workers 3] [--seconds 560] [--only-whole] [--set steps=800] [--hardware "NVIDIA H200"] [--commit ID]
 
-PLAN is a text file with a run per line, the most important first: a corpus, a system and, where it is to be probed, the
-word `probe`; `#` begins a remark. It is read again before each run, so that lines may be added meanwhile.
-DATA/CORPUS is a folder of `gss prepare` with the splits train and valid; one that is not there yet is waited for while
-others run. A system is a preset or a peer of
-`fla_layers.PEERS`, and `+key=value` for what it has otherwise, a seed among them. RESULTS has a file per corpus: what
-is in it is not run again, and what the time did not suffice for resumes from its last step with the same --work. On a
-machine that is given back, where nothing can resume, `--only-whole` ends a run after 20 steps if it would not be
-trained and scored in time, and tries the next.
+PLAN is a text file with a run per line, the most important first: a corpus, a system and optionally the word `probe`;
+`#` begins a comment. It is read again before each run, so you can add lines meanwhile. DATA/CORPUS is a folder of
+`gss prepare` with the splits train and valid; runs on a corpus that does not exist yet wait for it while others run. A
+system is a preset or a peer of `fla_layers.PEERS`, followed by `+key=value` for each changed setting, such as the seed.
+RESULTS has a file per corpus. Runs in it are not repeated, and a run that was not finished in time resumes from its
+last step with the same --work. If nothing can resume, `--only-whole` ends a run after 20 steps if it would not be
+trained and scored in time, and tries the next one.
 
 Settings are chosen on every other held-out document (`choose`) and reported on the rest (`report`), with ratios paired
-over documents. A probed run also has `context`, the loss by how many true tokens came before (`gss.probe`), and
-`stream`, that of held-out documents one after another in windows of 65,536 tokens and in one of 1,048,576. A model that
-attends to everything is scored beyond its training length only then, with a sliding window of that length: it knows no
-farther positions.
+over documents. A probed run also has `context`, the loss by the number of true tokens before (`gss.probe`), and
+`stream`, the loss of concatenated held-out documents in windows of 65,536 tokens and in one of 1,048,576. Only probed
+runs of a model that attends to everything are scored beyond their training length, with a sliding window of that
+length, since the model has not learned larger distances.
 """
 
 import argparse
@@ -60,7 +59,7 @@ RECIPE = {
     "checkpoint.every": "400",
     "checkpoint.keep_last": "2",
 }
-"""What every system has unless it says otherwise."""
+"""The settings of every system, unless it changes them."""
 
 LENGTHS = (512, 4096, 16_384, 65_536)
 BATCH = 1 << 17  # tokens scored at a time
@@ -79,7 +78,7 @@ class Line(NamedTuple):
 
 
 def parsed(text: str) -> list[Line]:
-    """The runs of a plan, in order; ValueError names a line that is none."""
+    """The runs of a plan, in order; ValueError names an invalid line."""
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -93,8 +92,8 @@ def parsed(text: str) -> list[Line]:
 def measure(
     system: str, corpus: Path, work: Path, changes: Sequence[str], probed: bool = False, until: float = math.inf
 ) -> dict[str, Any] | None:
-    """Train a system, or resume training it, and score it; None where a signal stopped it, TimeoutError if it would
-    not be done `until` then."""
+    """Train a system, or resume training it, and score it; None if a signal stopped it, TimeoutError if it would not be
+    done by the time `until`."""
     import torch
 
     import gss
@@ -160,7 +159,7 @@ def in_turn(work: Path, until: float = math.inf) -> Iterator[None]:
 
 
 def clock() -> float:
-    """`time.monotonic`, the same in every process, once the device has done what it was given."""
+    """`time.monotonic`, the same in every process, after synchronizing with the device."""
     import torch
 
     if torch.cuda.is_available():
@@ -170,7 +169,7 @@ def clock() -> float:
 
 @contextlib.contextmanager
 def unstoppable() -> Iterator[None]:
-    """SIGTERM is ignored: under MPS, a process that dies on the GPU takes those with it that are still saving."""
+    """Ignores SIGTERM: under MPS, a process that dies on the GPU takes others with it that are still saving."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
@@ -180,7 +179,7 @@ def unstoppable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_gpu(work: Path) -> Iterator[None]:
-    """NVIDIA's MPS while entered, where it is there, so that kernels of several processes run at once."""
+    """Runs NVIDIA's MPS, if available, so that kernels of several processes run at once."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         yield
@@ -253,7 +252,7 @@ def context_losses(model: "LanguageModel", held_out: "Dataset") -> dict[str, Any
 
 
 def stream_losses(model: "LanguageModel", held_out: "Dataset", most: int = 1 << 20) -> dict[str, float]:
-    """Nats per token of the first documents one after another, by the length of the windows they are cut into."""
+    """Nats per token of the first documents, concatenated, by the length of the windows they are cut into."""
     import numpy as np
 
     from gss.precision import resolved, running
@@ -292,7 +291,7 @@ class Runs:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
     def work(self) -> None:
-        """Run the first line of the plan that is neither kept nor begun, as long as there is one, and time."""
+        """While there is time, run the first line of the plan that has neither a result nor begun."""
         while self.deadline - time.monotonic() > _WORTH_STARTING_SECONDS:
             with self.lock:
                 waiting = [line for line in missing(self.given.plan, self.kept) if line not in self.begun]
@@ -306,7 +305,7 @@ class Runs:
                 return
 
     def one(self, line: Line) -> None:
-        """One run in a process of its own; its result is kept at once."""
+        """One run in a separate process; its result is stored at once."""
         left = self.deadline - time.monotonic()
         given, (corpus, system, probed) = self.given, line
         command = [sys.executable, "-m", "experiments.quality", str(given.plan), "--one", corpus, system]

@@ -3,8 +3,8 @@
     python -m experiments.results_page [RESULTS]
 
 RESULTS holds results of `gss reproduce`: NAME.json files, or its run folders (default: benchmarks/results/reproduce).
-Those of `experiments.quality` and of `experiments.recall` come from benchmarks/results/quality and probe. What is
-between markers in the pages is replaced, the prose around it stays, and figures go to docs/images.
+Those of `experiments.quality` and of `experiments.recall` come from benchmarks/results/quality and probe. The text
+between the markers of the pages is replaced, and figures go to docs/images.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Train the same model on the same batches in two ways, and compare the losses: with the GPU kernels and without, or
-in fp8 and in bf16.
+"""Train the same model on the same batches in two ways and compare the losses: with and without the GPU kernels, or in
+fp8 and in bf16.
 
     python -m experiments.same_loss DATA --out results.json [--fp8] [--preset gss-small] [--steps 2000] [--rows 4]
 
-DATA is a corpus that `gss prepare` made, with the splits train and valid. Three runs side by side: the new way; the
-old; and the old from other first weights, so that there is a measure of how far two good runs are apart. The two ways
-round differently, and training lets such differences grow, so the losses of single steps cannot be equal: what must
-hold is that their averages over windows of steps differ no more than those of the two old runs do.
+DATA is a corpus that `gss prepare` made, with the splits train and valid. Three runs side by side: the new way, the
+old one, and the old one from other initial weights, which shows how far apart two good runs are. The two ways round
+differently, and training amplifies such differences, so the losses of single steps cannot be equal. But their averages
+over windows of steps must not differ more than those of the two old runs.
 """
 
 import argparse

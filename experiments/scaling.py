@@ -1,12 +1,12 @@
-"""What many GPUs would do with the paper's models at 65,536 and at 4M tokens: the tables of docs/scaling.md.
+"""A simulation of the paper's models on many GPUs at 65,536 and at 4M tokens: the tables of docs/scaling.md.
 
     python -m experiments.scaling                     # fill the page
     python -m experiments.scaling --measure 5         # first measure one and two processes here, and keep the figures
 
-A step is simulated from a device's measured time and memory per token, the bytes that the exchanges of
-`gss.nn.context` and of the gradients take, and the speed of the links. Nothing is assumed to overlap. The check is the
-same arithmetic for this machine's processor and gloo: a step of one process and the links' speed are measured, that of
-two processes that share a sequence is predicted, and then measured.
+A step is simulated from a device's measured time and memory per token, the bytes that `gss.nn.context` and the
+gradients exchange, and the speed of the links. Nothing is assumed to overlap. To check this, the same arithmetic is
+applied to this machine's CPU and gloo: from a measured step of one process and the measured speed of the links, it
+predicts the step of two processes that share a sequence, which is then measured.
 """
 
 import argparse
@@ -33,19 +33,19 @@ BATCHES = ((65_536, 8), (1 << 22, 1), (1 << 22, 8))
 
 @dataclass(frozen=True)
 class Links:
-    """What carries bytes between devices."""
+    """The links between devices."""
 
     near: float
-    """Bytes per second out of a device, to those of its machine."""
+    """Bytes per second out of a device to others of its machine."""
     far: float
-    """The same around a ring that fills several machines."""
+    """Bytes per second around a ring of several machines."""
     latency: float
-    """Seconds that a collective takes on top."""
+    """Seconds per collective, in addition."""
     machine: int = 8
-    """Devices of a machine."""
+    """Devices per machine."""
 
     def seconds(self, size: float, ranks: int, collectives: float) -> float:
-        """Of collectives among neighbouring ranks, each of which sends `size` bytes in all."""
+        """The time of collectives among neighbouring ranks, each of which sends `size` bytes in total."""
         return size / (self.near if ranks <= self.machine else self.far) + collectives * self.latency
 
 
@@ -58,16 +58,16 @@ class Device:
     activations: float
     """Bytes per token that are kept for the backward pass."""
     sharing: float
-    """How much longer a step takes where the state that a stretch leaves is computed too."""
+    """The share by which a step is longer if it also computes the state after a stretch."""
     host: float = 0.0
-    """Seconds that launching a forward pass, or a backward pass, takes at least, however few its tokens."""
+    """The least seconds of a forward pass, or a backward pass, however few its tokens: launching it takes that long."""
     key_bytes: int = 2
-    """Of a number in attention's keys and values, which have the precision that they are computed in."""
+    """Bytes per number in attention's keys and values."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread: `sequences` of `length` tokens in `pieces`, each on `context` of the `ranks`."""
+    """How a step is distributed: `sequences` of `length` tokens in `pieces`, each on `context` of the `ranks`."""
 
     length: int
     sequences: int
@@ -77,22 +77,22 @@ class Layout:
 
     @property
     def rows(self) -> float:
-        """Sequences of one rank's group."""
+        """Sequences per group of ranks that share them."""
         return self.sequences * self.context / self.ranks
 
     @property
     def tokens(self) -> float:
-        """Of one rank."""
+        """Tokens per rank."""
         return self.sequences * self.length / self.ranks
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes, of each device."""
+    """The cost of a step, per device."""
 
     layout: Layout
     state_bytes: float
-    """Sent to pass states."""
+    """Bytes sent to pass states."""
     gradient_bytes: float
     compute: float
     state_seconds: float
@@ -101,19 +101,20 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """All of it, one after the other."""
+        """The time of the whole step."""
         return self.compute + self.state_seconds + self.gradient_seconds
 
 
 @cache
 def parameters_of(config: ModelConfig) -> int:
-    """Of a model."""
+    """The number of a model's parameters."""
     return account(config).parameters
 
 
 @cache
 def exchanged(config: ModelConfig, key_bytes: int) -> tuple[int, int]:
-    """What the layers of a model exchange for each sequence: bytes, and tensors, each a collective."""
+    """The bytes that the layers of a model exchange per sequence, and the number of tensors, each of which is a
+    collective."""
     import torch
 
     from gss.model import build_layer
@@ -151,7 +152,7 @@ def simulate(config: ModelConfig, device: Device, links: Links, layout: Layout) 
 
 
 def best(config: ModelConfig, device: Device, links: Links, batch: tuple[int, int], ranks: int, memory: float) -> Step:
-    """The quickest layout that fits."""
+    """The fastest layout that fits in memory."""
     length, sequences = batch
     steps = []
     for exponent in range(ranks.bit_length()):
@@ -194,7 +195,7 @@ def h200(name: str) -> Device:
 
 
 def table() -> str:
-    """The simulated steps, for people."""
+    """The table of simulated steps."""
     lines = [
         "| model | length × sequences | GPUs | context × data, pieces | states, GB | gradients, GB | compute, ms "
         "| states, ms | gradients, ms | step, ms | tokens/s | of ideal | memory, GB |",
@@ -255,7 +256,7 @@ def check(measured: dict[str, Any]) -> str:
 
 
 def links_text(measured: dict[str, Any]) -> str:
-    """How fast gloo is here."""
+    """The speed of gloo on this machine."""
     links = Links(**measured["links"])
     return (
         f"gloo between two processes here: {links.near / 1e9:.2f} GB/s and {links.latency * 1e3:.2f} ms per collective."

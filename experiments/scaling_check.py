@@ -1,8 +1,8 @@
-"""Steps of one process and of two that share a sequence, on this machine's processor: what the simulator is held to.
+"""Steps of one process and of two that share a sequence, on this machine's CPU, to check the simulation.
 
-Called by `python -m experiments.scaling --measure`. Times of steps are processor time of a rank, the least over
-repeats, so that other work on the machine counts little; what a rank waits for another is not in it, and the links'
-speed, which is measured by the clock, stands for that.
+Called by `python -m experiments.scaling --measure`. Times of steps are the CPU time of a rank, the
+minimum over repeats, so other work on the machine matters little. They do not include waiting for the other rank; the
+speed of the links is measured separately, in wall-clock time.
 """
 
 import json
@@ -28,7 +28,7 @@ CASES = (("gss-tiny", 4096), ("gss-tiny", 16_384), ("gss-hybrid-tiny", 16_384))
 
 
 def _least(function: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
-    """Seconds of the quickest of some calls, after one to warm up."""
+    """Seconds of the fastest of some calls, after one to warm up."""
     seconds = []
     for _ in range(repeats + 1):
         dist.barrier()
@@ -39,7 +39,7 @@ def _least(function: Callable[[], Any], repeats: int, clock: Callable[[], float]
 
 
 def _step(model: gss.LanguageModel, length: int, context: Context | None) -> Callable[[], None]:
-    """Forward, backward, the exchange of gradients and the update."""
+    """A training step: forward, backward, the exchange of gradients and the update."""
     tokens = torch.randint(0, model.config.vocab_size, (1, length + 1))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -55,7 +55,7 @@ def _step(model: gss.LanguageModel, length: int, context: Context | None) -> Cal
 
 
 def _links(repeats: int) -> dict[str, float]:
-    """A line through the times of a short and a long all-gather, of which each of two ranks sends its own."""
+    """Latency and bandwidth of two ranks, from the times of a short and a long all-gather."""
     size = 1 << 22
     times = []
     for count in (1, size):

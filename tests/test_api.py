@@ -66,7 +66,7 @@ def test_sampling_options_are_offered_everywhere() -> None:
 
 def test_generation_is_checked_before_it_starts() -> None:
     lm = gss.load(RUN)
-    assert re.fullmatch(r"<LM gss-tiny: [\d,]+ parameters, 257 ids, step \d+>", repr(lm))
+    assert re.fullmatch(r"<LM [a-z0-9-]+: [\d,]+ parameters, 257 ids, step \d+>", repr(lm))
     for options, message in (
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"stop": [""]}, "a stop string is empty"),

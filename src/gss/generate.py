@@ -1,6 +1,6 @@
-"""Generating text: the prompt is read in parallel, then tokens are drawn one at a time, each at the same cost.
+"""Generating text: prompts of text in, text out, in whole characters and up to stop strings.
 
-Greedy or sampled, with temperature, top-k, top-p, min-p, a repetition penalty, stop strings and a seed. Independent of
+`stream_texts` runs prompts on an engine. `Continuation` turns tokens into text, here and in `gss.serve`. Independent of
 terminals and servers.
 """
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from gss.data import Tokenizer
 from gss.decode import Engine, Request, Sampling, read
-from gss.decode.request import Finish
+from gss.decode.request import Finish, Score
 from gss.model import LanguageModel
 from gss.nn.state import ModelState
 
@@ -32,7 +32,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, state: ModelState | None = Non
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Something new of one continuation."""
+    """What is new of one continuation of a prompt."""
 
     prompt: int  # which of the prompts
     sample: int  # which of its continuations
@@ -86,7 +86,7 @@ def _texts(
     engine: Engine, tokenizer: Tokenizer, places: Mapping[Request, tuple[int, int]], stop: Sequence[str]
 ) -> Iterator[TextPiece]:
     going = {
-        (request, sample): (TextPieces(tokenizer, request.prompt), StopStrings(stop))
+        (request, sample): Continuation(tokenizer, request.prompt, stop)
         for request in places
         for sample in range(request.n)
     }
@@ -94,21 +94,15 @@ def _texts(
         request, sample = output.request, output.index
         if (request, sample) not in going:  # ended by a stop string
             continue
-        pieces, strings = going[request, sample]
-        text, taken, finish = "", 0, output.finish
-        for tokens in [[token] for token in output.tokens] if stop else [output.tokens]:
-            text, taken = text + strings.push(pieces.push(*tokens)), taken + len(tokens)
-            if strings.ended:
-                break
-        if finish:
-            text += strings.push(pieces.rest()) + strings.rest()
-        if strings.ended:
-            finish = "stop"
-            engine.cancel(partial(is_, request), sample)
-        if finish:
+        row = going[request, sample]
+        row.accept(output.tokens, finish=output.finish)
+        shown, (place, first) = row.take(), places[request]
+        if row.finish:
             del going[request, sample]
-        place, first = places[request]
-        yield TextPiece(place, first + sample, text, taken, finish)
+            if output.finish is None:  # ended by a stop string, which the engine does not know
+                engine.cancel(partial(is_, request), sample)
+        if shown:
+            yield TextPiece(place, first + sample, shown.text, shown.tokens, shown.finish)
 
 
 def first_state(model: LanguageModel) -> ModelState | None:
@@ -121,18 +115,94 @@ def generate(model: LanguageModel, tokenizer: Tokenizer, prompt: str = "", **opt
     return "".join(piece.text for piece in stream_texts(model, tokenizer, [prompt], **options))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token and how likely the model found it."""
+
+    token: int
+    offset: int  # where its text starts, in characters of the continuation (of the prompt for a prompt's tokens)
+    logprob: float | None  # None for a prompt's first token, which nothing came before
+    top: tuple[tuple[int, float], ...]  # the most likely tokens in its place with their log-probabilities
+
+
+class Shown(NamedTuple):
+    """What is new of a continuation."""
+
+    text: str
+    tokens: int
+    """How many tokens have come since the last call."""
+    scores: tuple[TokenScore, ...]
+    finish: Finish | None
+    """Why the continuation has ended, if it has."""
+
+
+class Continuation:
+    """One continuation on its way from tokens to text: what may be shown of it, and when it ends."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.finish: Finish | None = None
+        self._text = TextPieces(tokenizer, prompt)
+        self._stop, self._stops = stop, StopStrings(stop)
+        self._new: list[int] = []  # tokens that have not been decoded yet
+        self._shown = ""  # text since the last call of `take`
+        self._scores: list[TokenScore] = []
+        self._decoded = self._released = 0  # characters so far: decoded, and let through by the stop strings
+        self._fresh = 0  # tokens since the last call of `take`
+
+    def accept(self, tokens: Sequence[int], scores: Sequence[Score] = (), finish: Finish | None = None) -> None:
+        """Add the next tokens, up to a stop string; `finish` says that they are the last."""
+        one_by_one = bool(self._stop or scores)  # the text must be known up to each token
+        for number, token in enumerate(tokens):
+            self._new.append(token)
+            self._fresh += 1
+            if scores:
+                self._scores.append(TokenScore(token, self._decoded, *scores[number]))
+            if one_by_one:
+                self._decode()
+                if self._stops.ended:
+                    self.finish = "stop"
+                    return
+        self.finish = finish
+
+    def take(self) -> Shown | None:
+        """What is new since the last call; None if nothing can be shown yet."""
+        self._decode()
+        if self.finish and not self._stops.ended:
+            self._release(self._stops.push(self._text.rest()) + self._stops.rest())
+            self.finish = "stop" if self._stops.ended else self.finish
+        ready = self._scores
+        if ready and (not self.finish or self._stops.ended):
+            ready = [score for score in ready if score.offset < self._released]
+        if not (self._shown or ready or self.finish):
+            return None
+        shown = Shown(self._shown, self._fresh, tuple(ready), self.finish)
+        self._shown, self._fresh, self._scores = "", 0, self._scores[len(ready) :]
+        return shown
+
+    def _decode(self) -> None:
+        if self._new:
+            text = self._text.push(*self._new)
+            self._new.clear()
+            self._decoded += len(text)
+            self._release(self._stops.push(text))
+
+    def _release(self, text: str) -> None:
+        self._shown += text
+        self._released += len(text)
+
+
 class TextPieces:
     """Tokens into text as they come, in whole characters: the same text whether pushed one by one or many at once.
 
-    Ids may mean less alone (a piece's leading space, half a character), so they are decoded after a few before them.
+    A token alone may lose its leading space or be half a character, so ids are decoded together with a few before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prompt[-8:])
         text = tokenizer.decode(self._ids)
-        self._given = _whole(text)  # characters of the ids' text that have been given out
-        self._known = text[self._given :]  # marks at the prompt's end, given out only where they become a character
+        self._given = _whole(text)  # characters of the ids' text that have been returned
+        self._known = text[self._given :]  # replacement marks at the prompt's end, which are not repeated
 
     def push(self, *tokens: int) -> str:
         """The text that has become whole with these tokens."""
@@ -147,11 +217,11 @@ class TextPieces:
         return piece
 
     def rest(self) -> str:
-        """What never became a whole character, at the end."""
+        """At the end: what never became a whole character."""
         return self._new(self._tokenizer.decode(self._ids)[self._given :])
 
     def _new(self, piece: str) -> str:
-        """A piece without what the prompt ended in."""
+        """A piece without the marks that the prompt ends in."""
         shared = min(len(self._known), len(piece) - len(piece.lstrip("\ufffd")))
         if piece:
             self._known = self._known[shared:] if shared == len(piece) else ""
@@ -172,13 +242,13 @@ class StopStrings:
         self.ended = False
 
     def push(self, piece: str) -> str:
-        """What may be shown once `piece` has come; nothing more after `ended`."""
+        """What may be shown after `piece`; nothing once the text has `ended`."""
         if self.ended:
             return ""
         held = self._held + piece
         starts = [(held.index(mark), mark) for mark in self._marks if mark in held]
         if starts:
-            self.ended = True  # by the one that is whole first, however the text is cut into pieces
+            self.ended = True  # by the string that is complete first, however the text is cut into pieces
             return held[: min((start + len(mark), start) for start, mark in starts)[1]]
         sizes = ((mark, size) for mark in self._marks for size in range(1, min(len(mark), len(held) + 1)))
         shown = len(held) - max((size for mark, size in sizes if held.endswith(mark[:size])), default=0)
@@ -186,5 +256,5 @@ class StopStrings:
         return held[:shown]
 
     def rest(self) -> str:
-        """What was held back, at the end, when no stop string came of it."""
+        """At the end: what was held back, if it did not become a stop string."""
         return "" if self.ended else self._held

@@ -18,9 +18,9 @@ def _option(
 ) -> Any:
     """Limits by the names that pydantic has for them; a server's, for requests from elsewhere, may be others.
 
-    The effect changes the weights [B, V] of all tokens, of which the likeliest has 1, by each row's value [B, 1], None
-    being 0; at the default it changes nothing. It comes before `top_k` and `top_p`. An option without one is known to
-    `gss.decode.sampler`.
+    The effect maps the weights [B, V] of all tokens (1 for the likeliest) and each row's value [B, 1] (0 for None) to
+    new weights; at the default it changes nothing. It is applied before `top_k` and `top_p`. Options without an effect
+    are handled by `gss.decode.sampler`.
     """
     metadata = {"about": about, "limits": limits, "served": served or limits, "effect": effect}
     return field(default=default, metadata=metadata)

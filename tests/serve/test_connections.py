@@ -103,7 +103,7 @@ def test_silent_and_dribbling_connections_are_closed(model: gss.LanguageModel) -
         assert time.monotonic() - started < 8
         assert is_closed(silent)
         assert is_closed(again)
-        assert eventually(lambda: not server.keeper.idle)
+        assert eventually(lambda: not server.connections.idle)
 
 
 def test_a_request_under_way_is_not_idle(model: gss.LanguageModel) -> None:
@@ -145,7 +145,7 @@ def test_connections_fit_the_descriptors(run: Path) -> None:
 def test_who_does_not_read_is_closed(model: gss.LanguageModel) -> None:
     with served(model, send_seconds=0.5) as (port, server):
         connection = connect(port, request("/v1/tokenize", {"prompt": "word " * 20_000}))
-        assert eventually(lambda: bool(server.keeper.stalled))
+        assert eventually(lambda: bool(server.connections.stalled))
         assert healthy(port)
         assert eventually(lambda: not server.server_state.connections)
         connection.close()
@@ -157,7 +157,7 @@ def test_what_waits_to_be_read_is_bounded_in_all(model: gss.LanguageModel) -> No
         silent = [connect(port, asked) for _ in range(12)]
         assert eventually(lambda: server.server_state.total_requests == 12, 30)
         assert eventually(lambda: 0 < len(server.server_state.connections) < 12)
-        waiting = sum(each.transport.get_write_buffer_size() for each in list(server.keeper.stalled))
+        waiting = sum(each.transport.get_write_buffer_size() for each in list(server.connections.stalled))
         assert 0 < waiting <= 3 << 20
         for connection in silent:
             connection.close()

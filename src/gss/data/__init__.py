@@ -1,6 +1,6 @@
 """From text to batches of token ids. Independent of models.
 
-text -> sources -> formats -> chunks -> tokenizer -> parts -> shards -> batches
+text -> sources -> formats -> chunks -> tokenizer -> parts -> merging -> shards -> batches
 """
 
 from gss.data.batches import Batch, Batches, Lanes, Lengthened, Packed, Prefetch, Segments, as_tensors

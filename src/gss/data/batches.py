@@ -58,11 +58,11 @@ def as_tensors(batch: Batch[npt.NDArray[Any]], pin: bool = False) -> "Batch[torc
 
 
 class Batches:
-    """What the three ways to batch share: steps, epochs, ranks, and copying ranges of tokens into rows."""
+    """The common part of the ways to batch: steps, epochs, ranks, and copying ranges of tokens into rows."""
 
     steps_per_epoch: int
     eos_first = False
-    """Whether a row that starts fresh inside a document reads the end-of-document id first, not the token before."""
+    """Whether a row that starts fresh inside a document begins with the end-of-document id, not the token before."""
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         if length < 1 or batch_size < 1:
@@ -92,7 +92,7 @@ class Batches:
             targets[row, :count] = stream[begin:end]
             if begin:
                 tokens[row, :count] = stream[begin - 1 : end - 1]
-            elif count:  # the very first document follows the end-of-document id, too
+            elif count:  # the first document of the file follows the end-of-document id, too
                 tokens[row, 1:count] = stream[: end - 1]
             if first < last:  # documents that begin inside the row
                 starts[row, self.dataset.ends[first:last] - begin] = True
@@ -103,14 +103,14 @@ class Batches:
         return Batch(tokens, targets, mask, starts, step, epoch)
 
     def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
-        """For each row the tokens [begin, end) that are its targets, and whether it starts fresh."""
+        """For each row, where its targets begin and end in the token file, and whether it starts fresh."""
         raise NotImplementedError
 
 
 class _ShuffledRows(Batches):
-    """Ways to batch whose rows are independent: `rows` ranges of tokens, shuffled again in each epoch.
+    """Batches of independent rows: `rows` ranges of tokens, shuffled in each epoch.
 
-    The last step of an epoch is filled with rows of padding, so that an epoch holds every target exactly once.
+    The last step of an epoch is filled up with rows of padding, so an epoch contains every target exactly once.
     """
 
     rows: int
@@ -132,7 +132,7 @@ class _ShuffledRows(Batches):
 
 
 class Segments(_ShuffledRows):
-    """Independent segments within documents: the paper's way. A document's tail is padded."""
+    """Independent segments of documents, as in the paper. The last segment of a document is padded."""
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
         super().__init__(dataset, length, batch_size, seed)
@@ -147,9 +147,9 @@ class Segments(_ShuffledRows):
 
 
 class Packed(_ShuffledRows):
-    """Short documents packed whole into rows, with their boundaries; a document longer than a row is cut into rows.
+    """Several short documents per row; a document longer than a row is cut.
 
-    Which documents share a row is fixed (neighbours in the file); which rows share a step is shuffled each epoch.
+    Documents that share a row are neighbours in the file, in every epoch. Which rows share a step is shuffled.
     """
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
@@ -162,21 +162,21 @@ class Packed(_ShuffledRows):
 
 
 def _pack(ends: Numbers, length: int) -> list[int]:
-    """Where each row begins when documents are put whole into rows of `length`, in order."""
+    """Where each row begins if documents are put whole, in order, into rows of `length`."""
     begins, position, number = [], 0, 0  # where the next row begins, and the first document that ends after it
     view = np.ascontiguousarray(ends, np.int64).data  # its items are plain integers, which compare quickly
     while number < len(view):
         begins.append(position)
-        # Each document has a token or more, so that a row holds no more of them than its length.
+        # A document has at least one token, so a row holds at most `length` of them.
         beyond = bisect_right(view, position + length, number, min(len(view), number + length + 1))
-        # One longer than the row fills it; the rest of it begins the next one.
+        # A document longer than the row fills it, and its rest begins the next one.
         position = view[beyond - 1] if beyond > number else position + length
         number = beyond
     return begins
 
 
 class Lengthened(Batches):
-    """The batches of one way until a step, those of another, with rows of another length, from there on."""
+    """The batches of `before` until a step, then those of `after`, with rows of another length."""
 
     def __init__(self, before: Batches, after: Batches, step: int) -> None:
         super().__init__(before.dataset, before.length, before.batch_size, before.seed)
@@ -188,12 +188,12 @@ class Lengthened(Batches):
 
 
 class Lanes(Batches):
-    """Each row of the batch, its lane, follows one document after another, its state carried from step to step.
+    """Each row of the batch, a lane, reads one document after another, with its state carried from step to step.
 
-    Documents are assigned to the B lanes once, the longest first to the shortest lane, so that lanes end together and
-    an epoch has the same number of steps every time. Each epoch shuffles which lane gets which documents, and their
-    order in it. A document takes whole segments of L, its tail padded, so that documents start only at a row's first
-    column: `starts` marks where a row's state must be fresh.
+    Documents are assigned to B groups once, from the longest on, always to the shortest group, so lanes end together
+    and every epoch has the same number of steps. Each epoch shuffles which lane gets which group, and the order in it.
+    The last segment of a document is padded to L, so documents start only in the first column of a row: `starts` marks
+    where the state must be fresh.
     """
 
     def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
@@ -207,7 +207,7 @@ class Lanes(Batches):
 
     @property
     def fullness(self) -> float:
-        """The share of all positions of an epoch whose targets count; the rest is padding."""
+        """The share of an epoch's positions that are not padding."""
         return len(self.dataset.tokens) / (self.steps_per_epoch * self.batch_size * self.length)
 
     def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
@@ -218,7 +218,7 @@ class Lanes(Batches):
             documents, segment_ends = lanes[row]
             place = int(np.searchsorted(segment_ends, step, side="right"))
             if place == len(documents):
-                continue  # this lane ends before the others: padding until the epoch ends
+                continue  # this lane has ended: padding for the rest of the epoch
             document = documents[place]
             segment = step - (int(segment_ends[place - 1]) if place else 0)
             begins[i] = self.dataset.starts[document] + segment * self.length
@@ -227,7 +227,7 @@ class Lanes(Batches):
         return begins, ends, fresh
 
     def _shuffled_lanes(self, epoch: int) -> list[tuple[Numbers, Numbers]]:
-        """Each lane's documents in this epoch's order, and its segments up to each one's end."""
+        """Each lane's documents in the order of this epoch, and the number of its segments up to each one's end."""
         lanes = []
         for lane, number in enumerate(_shuffled(np.arange(self.batch_size), derive_key(self.seed, epoch, 0))):
             documents = _shuffled(self._assigned[number], derive_key(self.seed, epoch, 1 + lane))
@@ -236,7 +236,7 @@ class Lanes(Batches):
 
 
 def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
-    """Documents by lane: from the longest on, each goes to the lane that is shortest so far."""
+    """Groups of documents: from the longest on, each document goes to the shortest group so far."""
     assigned: list[list[int]] = [[] for _ in range(lanes)]
     shortest = [(0, lane) for lane in range(lanes)]
     for document in np.argsort(-segments, kind="stable").tolist():
@@ -249,9 +249,8 @@ def _assign(segments: Numbers, lanes: int) -> list[Numbers]:
 class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch"]):
     """One rank's batches as tensors on `device`, from `start_step` to `stop_step` if given, made ahead by a thread.
 
-    It asks for steps by number and has no state of its own that matters, so it can be closed at any moment and opened
-    again at any step. Batches on their way to a GPU are in pinned memory. Use it in a `with` block, or call `close`, so
-    that the thread ends when the training loop does.
+    Batches for a GPU go through pinned memory. Use it in a `with` block, or call `close`, so that the thread ends with
+    the training loop.
     """
 
     def __init__(
@@ -295,14 +294,14 @@ class Prefetch(Iterator["Batch[torch.Tensor]"], AbstractContextManager["Prefetch
         self.close()
 
     def close(self) -> None:
-        """Stop the thread; batches that were made ahead are dropped."""
+        """Stop the thread and drop the batches made ahead."""
         self._thread.shutdown(cancel_futures=True)
         self._ahead.clear()
 
 
-# A shuffle whose order is known at any place, with nothing stored: a Feistel network over the next power of four,
-# followed until it lands inside the range. It is our own arithmetic on 64-bit integers, so that the order never changes
-# with a library's version.
+# A shuffle that can be evaluated anywhere without being stored: a Feistel network over the next power of four, iterated
+# until it lands inside the range. It uses our own arithmetic on 64-bit integers, so the order does not depend on the
+# version of a library.
 _ROUNDS = 6
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 
@@ -316,7 +315,7 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(places: Sequence[int] | npt.NDArray[np.integer], count: int, key: int) -> Numbers:
-    """The items at these places of a shuffle of range(count)."""
+    """The elements at these places in a shuffle of range(count)."""
     values = np.asarray(places, dtype=np.uint64)
     if values.size and int(values.max()) >= count:
         raise ValueError(f"place {int(values.max())} is outside a shuffle of {count}")
@@ -324,7 +323,7 @@ def permute(places: Sequence[int] | npt.NDArray[np.integer], count: int, key: in
     keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]
     result = _feistel(values, half, keys)
     outside = np.flatnonzero(result >= count)
-    while outside.size:  # follow the cycle until it comes back inside: at most a few steps, as the range is >= 1/4
+    while outside.size:  # iterate until inside: a few times at most, since at least a quarter of the values are
         result[outside] = _feistel(result[outside], half, keys)
         outside = outside[result[outside] >= count]
     return result.astype(np.int64)

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from itertools import count
 
 CHUNK = 1 << 18
-REACH = 1 << 13  # how far past a multiple of CHUNK a cut is looked for
+REACH = 1 << 13  # how far past a multiple of CHUNK to look for a cut
 
-# Cuts from best to worst: between two full lines; before any line that starts with text; before a space. Vocabularies
-# split words there anyway, so that cutting changes no token for the usual ones. Each comes with the number of bytes
-# before the multiple at which its match may begin, so that it ends at the multiple or after.
+# Cuts from best to worst: between two full lines; before a line that starts with text; before a space. The usual
+# vocabularies split there anyway, so cutting changes no token. The number is how many bytes before the multiple a match
+# may begin, so that it ends at the multiple or after.
 _CUTS = ((re.compile(rb"\S\n(?=\S)"), 2), (re.compile(rb"\n(?=\S)"), 1), (re.compile(rb"\S(?= )"), 1))
 _BEFORE = 2
 
 
-class Skip(Exception):  # noqa: N818  (not an error: a document that is left out, and counted)
-    """A document that cannot be used; its one argument, the reason, is one of REASONS."""
+class Skip(Exception):  # noqa: N818  (not an error: the document is left out and counted)
+    """A document that cannot be used; the argument is one of REASONS."""
 
 
 EMPTY, BINARY, INVALID_UTF8 = "empty", "binary", "invalid UTF-8"
@@ -33,25 +33,25 @@ REASONS = (EMPTY, BINARY, INVALID_UTF8, INVALID_ROW, NO_TEXT, ROW_TOO_LONG, UNRE
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a document: whole characters, and whole words except where no space was within reach."""
+    """Part of a document: whole characters, and whole words unless there was no space within reach."""
 
     data: bytes
     inside_word: bool = False  # the document's previous chunk ended in the middle of a word
 
     def text(self) -> str:
-        """The chunk as text; Skip where it is not UTF-8."""
+        """The chunk as text; Skip if it is not UTF-8."""
         try:
             return self.data.decode("utf-8")
         except UnicodeDecodeError:
             raise Skip(INVALID_UTF8) from None
 
     def words(self, text: str) -> int:
-        """The number of words that start in this chunk, whose text this is, as str.split() finds them."""
+        """The number of words, as by str.split(), that start in this chunk; `text` is its text."""
         return len(text.split()) - (self.inside_word and bool(text) and not text[0].isspace())
 
 
 def digest(data: bytes) -> bytes:
-    """16 bytes that stand for these. A document's identity is the digest of its chunks' digests."""
+    """A 16-byte digest. A document is identified by the digest of its chunks' digests."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -68,7 +68,7 @@ def read_offset(first: int) -> int:
 def cut_chunks(blocks: Iterable[bytes], first: int = 0, last: int | None = None) -> Iterator[Chunk]:
     """The chunks [first, last) of a document, from its bytes in blocks of any size from `read_offset(first)` on."""
     unread = iter(blocks)
-    offset, held = read_offset(first), bytearray()  # the document's bytes from `offset` on that are not yet given out
+    offset, held = read_offset(first), bytearray()  # the document's bytes from `offset` on that have not been yielded
     start, inside_word = 0, False
     for index in count(first):
         target = index * CHUNK - offset
@@ -78,7 +78,7 @@ def cut_chunks(blocks: Iterable[bytes], first: int = 0, last: int | None = None)
         if index > first:
             if end > start:
                 yield Chunk(bytes(held[start:end]), inside_word)
-            if index == last or end == len(held):  # whatever is held beyond a cut is the next chunk's
+            if index == last or end == len(held):  # bytes held beyond a cut belong to the next chunk
                 return
         drop = max(0, end - _BEFORE)
         del held[:drop]
@@ -86,7 +86,7 @@ def cut_chunks(blocks: Iterable[bytes], first: int = 0, last: int | None = None)
 
 
 def _cut(held: bytearray, target: int) -> tuple[int, bool]:
-    """Where to cut at `target` or soon after, and whether that is inside a word; or the end, if that is near."""
+    """Where to cut at `target` or soon after (or the end, if it is near), and whether that is inside a word."""
     if len(held) <= target:
         return len(held), False
     high = target + REACH
@@ -96,5 +96,5 @@ def _cut(held: bytearray, target: int) -> tuple[int, bool]:
     if len(held) <= high:
         return len(held), False
     while high < target + REACH + 3 and high < len(held) and held[high] & 0xC0 == 0x80:
-        high += 1  # the inside of a UTF-8 character
+        high += 1  # inside a UTF-8 character
     return high, True

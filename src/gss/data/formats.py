@@ -22,41 +22,41 @@ from typing import Any, BinaryIO, cast
 from gss.data import chunks, latex
 from gss.data.chunks import CHUNK, Chunk, Skip, cut_chunks
 
-MAX_ROW = 1 << 26  # a row is parsed whole, so its size is what bounds memory
+MAX_ROW = 1 << 26  # a row is parsed whole, so its size bounds memory
 COMPRESSIONS = (".gz", ".xz", ".zst")
 BLOCK = 1 << 20  # bytes read at once
 
 
 @dataclass(frozen=True)
 class Span:
-    """A span of a source. `start` and `stop` count chunks of a text, bytes of lines, or row groups."""
+    """A span of a source. `start` and `stop` count chunks (of a text), bytes (of a file of lines) or row groups."""
 
     kind: str  # one of READERS
     path: str  # or a URL
-    name: str  # what its documents are called
-    size: int  # bytes, for progress and for sharing out
+    name: str  # of its documents
+    size: int  # bytes, for progress and for dividing the work
     split: str | None = None  # the corpus's own split; None: by hash
     start: int = 0
     stop: int | None = None
     field: str = "text"
     stamp: int = 0  # the file's modification time, so that a changed source is noticed
-    begin: int = 0  # of a text: the byte at which the document begins,
-    length: int | None = None  # and its bytes; None: to the end of the file
+    begin: int = 0  # of a text: the byte at which the document begins
+    length: int | None = None  # of a text: its bytes; None: to the end of the file
 
 
 @dataclass
 class SourceDocument:
-    """A document as it is read, or those chunks of a long one that are in a span."""
+    """A document as it is read, or the chunks of a long one that a span contains."""
 
     name: str
     chunks: Iterable[Chunk] = ()
-    reason: str | None = None  # why it is left out, where that is known before it is read
+    reason: str | None = None  # why it is left out, if that is known before it is read
     first: bool = True  # whether it begins in this span
     last: bool = True  # whether it ends in this span
 
 
 def needs_formats(path: str) -> ValueError:
-    """The error where the packages of the extra are missing."""
+    """The error if the packages of the extra are missing."""
     return ValueError(f"reading {path} needs the extra 'formats': pip install 'gss-lm[formats]'")
 
 
@@ -86,13 +86,13 @@ def open_file(path: str) -> BinaryIO:
 
 @contextmanager
 def open_binary(path: str) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed by the ending of its name; Skip where the compression is damaged."""
+    """A file's bytes, decompressed according to its extension; Skip if the compressed data is damaged."""
     ending = path.lower().rpartition(".")[2]
     with unreadable_is_skipped(), open_file(path) as stored:
         if ending == "gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stored))
         elif ending == "xz":
-            yield cast(BinaryIO, lzma.LZMAFile(stored))  # noqa: SIM115  (what it reads from is closed below)
+            yield cast(BinaryIO, lzma.LZMAFile(stored))  # noqa: SIM115  (`stored` is closed below)
         elif ending == "zst":
             try:
                 import pyarrow
@@ -105,7 +105,7 @@ def open_binary(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unreadable_is_skipped() -> Iterator[None]:
-    """Turn what libraries raise for damaged files into a Skip. A failing disk or network remains an error."""
+    """Turn the errors of libraries about damaged files into a Skip. A failing disk or network remains an error."""
     try:
         yield
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
@@ -144,21 +144,21 @@ def _row_document(name: str, text: object) -> SourceDocument:
         return SourceDocument(name, reason=chunks.NO_TEXT)
     try:
         data = text.encode("utf-8") if isinstance(text, str) else text
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can encode
         return SourceDocument(name, reason=chunks.INVALID_UTF8)
     if not data:
         return SourceDocument(name, reason=chunks.EMPTY)
-    # A usual row is one chunk, and needs none of the machinery that cuts.
+    # Most rows are one chunk and need no cutting.
     return SourceDocument(name, (Chunk(data),) if len(data) <= CHUNK else cut_chunks([data]))
 
 
 def _lines(span: Span) -> Iterator[tuple[str, bytes | None]]:
-    """The lines that start within the span's bytes, each with its name; None for one that is too long."""
+    """The lines that start within the span's bytes, with their names; None for a line that is too long."""
     with open_binary(span.path) as stream:
         position = span.start
         if position:
             stream.seek(position - 1)
-            position += _read_line(stream)[1] - 1  # the line that began before belongs to the span before
+            position += _read_line(stream)[1] - 1  # a line that begins before the span belongs to the previous span
         while span.stop is None or position < span.stop:
             line, length = _read_line(stream)
             if not length:
@@ -168,7 +168,7 @@ def _lines(span: Span) -> Iterator[tuple[str, bytes | None]]:
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
-    """A line with its end, and its length; a line that is too long is read past, not held."""
+    """A line with its line end, and its length; of a line that is too long, only the beginning is kept."""
     line = last = stream.readline(MAX_ROW + 1)
     length = len(line)
     while last and not last.endswith(b"\n") and length > MAX_ROW:
@@ -190,7 +190,7 @@ def _read_lines(span: Span) -> Iterator[SourceDocument]:
                 value = json.loads(row.decode("utf-8"))
             except UnicodeDecodeError:
                 yield SourceDocument(name, reason=chunks.INVALID_UTF8)
-            except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
+            except (ValueError, RecursionError):  # a number with thousands of digits raises a plain ValueError
                 yield SourceDocument(name, reason=chunks.INVALID_ROW)
             else:
                 yield _row_document(name, value.get(span.field) if isinstance(value, dict) else value)
@@ -252,8 +252,7 @@ def read_span(span: Span) -> Iterator[SourceDocument]:
     return READERS[span.kind](span)
 
 
-# Of a repository: C, C++, Java, Python, Go and TypeScript, without what others wrote (vendored), what programs wrote
-# (generated, minified) and what is not text.
+# Repositories: C, C++, Java, Python, Go and TypeScript, without vendored, generated and minified files.
 _CODE = (
     *(".c", ".h", ".cc", ".cpp", ".cxx", ".c++", ".hh", ".hpp", ".hxx", ".h++", ".inl"),
     *(".java", ".py", ".pyi", ".go", ".ts", ".tsx"),
@@ -274,12 +273,12 @@ _GENERATED_MARK = re.compile(
     rb"generated by the protocol buffer compiler|this file (is|was) generated|do not edit (this file|by hand)",
     re.IGNORECASE,
 )
-_MARK_WITHIN = 1500  # bytes at a file's head in which generators sign
+_MARK_WITHIN = 1500  # bytes at the start of a file in which generators leave their mark
 _LONGEST_MEAN_LINE = 300  # characters; people write shorter lines
 
 
 def walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[Path]:
-    """The files under a folder in the order of their names, a folder's own before those further down; or the file."""
+    """A file, or the files of a folder ordered by name, its own before those of its subfolders."""
     if root.is_file():
         yield root
     for folder, names, files in os.walk(root):
@@ -291,7 +290,7 @@ def walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[Path]:
 
 
 def _is_code(content: bytes, repository: bool) -> bool:
-    """Whether a file is text, and in a repository, text that people wrote."""
+    """Whether a file is text and, in a repository, written by people."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:

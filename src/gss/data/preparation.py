@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gss.data.formats import Span, file_system, is_url
-from gss.data.parts import Part, check_shares, make_parts, merge_parts, token_dtype, write_part
+from gss.data.merging import merge_parts
+from gss.data.parts import Part, make_parts, token_dtype, write_part
 from gss.data.shards import (
     FORMAT,
     MANIFEST,
@@ -38,7 +39,7 @@ from gss.data.sources import SourceOptions, find_spans
 from gss.data.tokenizer import Tokenizer, load_tokenizer
 from gss.io.files import explained_full_disk, lock, require_name, write_file
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 def prepare(
@@ -54,12 +55,12 @@ def prepare(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Tokenize sources into the folder `out` and return its manifest; run again after a kill, it continues.
+    """Tokenize sources into the folder `out` and return its manifest. After a kill, the same call continues.
 
-    Documents of a corpus without splits of its own go to `valid` and `test` by these shares, by a hash of their
-    contents; of a single text file, the end does. With `share=(2, 3)` the second of three machines does its third of
-    the work, and `out` is for `merge_shares`. `force` replaces a corpus that is in `out` already; without it a
-    different one is refused. Anything else in `out` is never replaced.
+    If a corpus has no splits of its own, a hash of each document's contents decides, with the shares `valid` and
+    `test`; of a single text file, the end is held out. With `share=(2, 3)` this is the second of three machines: it
+    does its third of the work, and `out` is for `merge_shares`. A different corpus in `out` is an error unless `force`
+    is set, which replaces it. Anything else in `out` is never replaced.
     """
     options = options or SourceOptions()
     check_shares(valid, test)
@@ -68,7 +69,7 @@ def prepare(
         raise ValueError(f"part {number}/{machines}: parts are numbered from 1/{machines} to {machines}/{machines}")
     spans = find_spans(list(sources), options, {"valid": valid, "test": test})
     parts = make_parts(spans, options.span_bytes)
-    # The identity of what is asked for: the same request gives the same corpus.
+    # The same request gives the same corpus.
     request: dict[str, Any] = {
         "version": VERSION,
         "splits": options.splits,
@@ -99,7 +100,7 @@ def prepare(
 
 
 def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: bool = False) -> Manifest:
-    """Make a corpus of the shares that `prepare` made on several machines: folders or URLs, in any order."""
+    """Make a corpus from the shares that `prepare` made on several machines: folders or URLs, in any order."""
     found = [(share, _read_share(share)) for share in shares]
     if not found:
         raise ValueError("no parts given: name the folders made by gss prepare --part")
@@ -120,7 +121,7 @@ def merge_shares(shares: Sequence[str], out: str | os.PathLike[str], *, force: b
 
 
 def _read_share(share: str) -> dict[str, Any]:
-    """What a share was asked to be; anyone can write one."""
+    """The manifest of a share, checked, because anyone can write one."""
     asked = read_sealed(f"{share}/{MANIFEST}", SHARE_FORMAT).content
     try:
         (number, machines), (valid, test), parts = asked["share"], asked["held_out"], asked["parts"]
@@ -133,6 +134,12 @@ def _read_share(share: str) -> dict[str, Any]:
     return asked
 
 
+def check_shares(valid: float, test: float) -> None:
+    """Refuse shares of documents for the held-out splits that leave none for training."""
+    if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
+        raise ValueError(f"the shares valid={valid} and test={test} must leave some for training")
+
+
 def usable_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -143,14 +150,14 @@ def _hash(plain: Any) -> str:
 
 
 def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force: bool) -> Manifest | None:
-    """The corpus or share in `target` if it is the one asked for; None where one may be written.
+    """The corpus or share in `target` if it is the one asked for; None if one may be written.
 
-    Sources count by their names and sizes. Whether they hold what they held is not read; newer ones get a warning.
+    Sources are compared by name and size, not by contents; if one is newer than the corpus, there is a warning.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     manifest = target / MANIFEST
-    # Of a damaged corpus, which may be replaced, the format's name is still there.
+    # A damaged corpus, which may be replaced, still has the name of the format.
     if not manifest.is_file() or FORMAT.encode() not in manifest.read_bytes():
         raise ValueError(f"{target} exists and is not a prepared corpus: choose another --out, or remove it yourself")
     if force:
@@ -167,15 +174,15 @@ def _already_there(target: Path, asked: dict[str, Any], spans: list[Span], force
 
 @contextmanager
 def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
-    """The folder beside the target where the work is done, for this process alone; gone when all went well.
+    """The folder beside the target where the work is done, locked by this process and deleted on success.
 
-    Refuses a folder that holds a source: everything in it is deleted in the end.
+    Refuses target and working folders that contain a source, because everything in them is deleted in the end.
     """
     require_name(target)
     work = target.with_name(target.name + ".preparing")
     paths = {Path(span.path) for span in spans if not is_url(span.path)}
     parents = {parent: parent.resolve() for parent in {path.parent for path in paths}}
-    # A link counts at its own place and at its target.
+    # A link counts both where it is and where it points.
     places = {path.resolve() for path in paths} | {parents[path.parent] / path.name for path in paths}
     for folder in (target, work):
         resolved = folder.resolve()
@@ -190,14 +197,14 @@ def _working_folder(target: Path, spans: list[Span]) -> Iterator[Path]:
         try:
             with explained_full_disk(work, "finished parts are kept and it continues after them"):
                 yield work
-                shutil.rmtree(work, ignore_errors=os.name == "nt")  # where the lock, still open, cannot be removed
+                shutil.rmtree(work, ignore_errors=os.name == "nt")  # which cannot remove the lock, still open
         finally:
             if work.is_dir() and [path.name for path in work.iterdir()] == ["lock"]:
                 shutil.rmtree(work)
 
 
 def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer: Tokenizer) -> Path:
-    """The folder for the parts, with those that an interrupted run of the very same plan has made, and nothing else."""
+    """The folder for the parts. Only parts that an interrupted run of exactly the same plan has made are kept."""
     folder, plan_file = work / "share", work / "plan"
     stamps = [[(span.path, span.stamp) for span in part.spans] for part in parts]
     plan = _hash([asked, stamps])
@@ -214,14 +221,14 @@ def _open_share(work: Path, asked: dict[str, Any], parts: list[Part], tokenizer:
 
 
 def _end_with_parent() -> None:
-    """Make a worker process end when its parent does, from the first moment on."""
+    """Make a worker process end when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         wait_for_sentinel([parent.sentinel])
-        os._exit(1)  # the parent was killed: nobody waits for this work, and a new run may be doing it again
+        os._exit(1)  # the parent was killed, and a new run may be doing this work again
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -262,7 +269,7 @@ def _write_parts(parts: list[Part], folder: Path, tokenizer: Tokenizer, workers:
 
 
 def _merge(shares: list[str], work: Path, target: Path) -> Manifest:
-    """Merge the parts of all shares into a folder aside, seal it and put it in place."""
+    """Merge the parts of all shares in the working folder, seal the result and move it to the target."""
     asked = _read_share(shares[0])
     result, vocabulary = work / "result", Path(shares[0], TOKENIZER_FOLDER)
     shutil.rmtree(result, ignore_errors=True)

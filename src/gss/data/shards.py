@@ -32,7 +32,7 @@ COLUMNS = ("ends", "bytes", "words", "digest_low", "digest_high")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a prepared corpus; run folders name it by its `hash`."""
+    """The description of a prepared corpus; run folders identify it by its `hash`."""
 
     content: dict[str, Any]
     hash: str
@@ -44,7 +44,7 @@ class Manifest:
 
     @property
     def left_out(self) -> dict[str, dict[str, Any]]:
-        """Documents that were not used: for each reason how many, and the names of the first."""
+        """Documents that were not used: by reason, how many and the names of the first ones."""
         return dict(self.content["left_out"])
 
     @property
@@ -61,13 +61,13 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> Manifest:
     """Seal the content with its own hash and write it."""
     sealed = Manifest(content, _hash(content))
     text = json.dumps({**content, "hash": sealed.hash}, indent=2, ensure_ascii=False) + "\n"
-    # A name that is not UTF-8 holds lone surrogates: a backslash replacement is how JSON spells them.
+    # A name that is not UTF-8 has lone surrogates, which backslash escapes spell as JSON does.
     write_file(folder / MANIFEST, text.encode("utf-8", errors="backslashreplace"))
     return sealed
 
 
 def read_sealed(path: str, *forms: str) -> Manifest:
-    """A manifest of a corpus, or of these forms, on a disk or at a URL; ValueError where it is not, or was altered."""
+    """A manifest on disk or at a URL, of a corpus or of the given formats; ValueError if it is another, or altered."""
     try:
         if is_url(path):
             with open_file(path) as file:
@@ -91,13 +91,13 @@ def read_sealed(path: str, *forms: str) -> Manifest:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a prepared corpus; ValueError for anything that is not one, whole and unaltered."""
+    """The manifest of a prepared corpus; ValueError if it is anything else, incomplete or altered."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is not a prepared corpus: it has no {MANIFEST} (gss prepare makes one)")
     manifest = read_sealed(str(path))
     content = manifest.content
-    if content.get("dtype") not in DTYPES:  # an object type would take the file's bytes for addresses
+    if content.get("dtype") not in DTYPES:  # with an object dtype, the file's bytes would be used as addresses
         raise ValueError(f"{path}: tokens are {' or '.join(DTYPES)}, not {content.get('dtype')!r}")
     try:  # anyone can write a manifest
         splits, tokenizer, left_out = content["splits"], content["tokenizer"], content["left_out"].values()
@@ -121,7 +121,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a split, for evaluation and display."""
+    """A document of a split, for evaluation and display."""
 
     number: int
     name: str
@@ -132,7 +132,7 @@ class Document:
 
 @dataclass(eq=False)
 class Dataset:
-    """A split: `tokens` is every document's ids one after another, `ends` where each document's end."""
+    """A split: `tokens` are the ids of all documents, one after another, and `ends` where each document ends."""
 
     tokens: npt.NDArray[Any]
     ends: npt.NDArray[np.int64]
@@ -146,7 +146,6 @@ class Dataset:
     manifest: Manifest | None = None
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.ends)
 
     @cached_property
@@ -161,7 +160,7 @@ class Dataset:
 
     @property
     def hash(self) -> str | None:
-        """The manifest's hash: names the data in a run folder; None for a split made from arrays."""
+        """The manifest's hash, which identifies the data; None for a split made from arrays."""
         return self.manifest.hash if self.manifest else None
 
     @cached_property
@@ -172,7 +171,7 @@ class Dataset:
         return unigram_entropy(np.bincount(self.tokens.astype(np.int64), minlength=self.vocab_size))
 
     def names(self) -> Iterator[str]:
-        """The documents' names in order, read as they are asked for."""
+        """The documents' names in order, read lazily."""
         if self.folder is None:
             yield from map(str, range(len(self)))
             return
@@ -188,14 +187,13 @@ class Dataset:
             raise ValueError(f"{path} names {count} documents instead of {len(self)}: prepare the corpus again")
 
     def documents(self) -> Iterator[Document]:
-        """All documents in order."""
         for number, (name, begin, end) in enumerate(zip(self.names(), self.starts, self.ends, strict=True)):
             self.check_file()
             size, words = int(self.document_bytes[number]), int(self.document_words[number])
             yield Document(number, name, self.tokens[begin:end], size, words)
 
     def check_file(self) -> None:
-        """Refuse a token file that has become shorter: reading beyond its end would kill the process."""
+        """Refuse a token file that was truncated: reading beyond its end would kill the process."""
         if self.folder is not None:
             path = self.folder / f"{self.split}.tokens"
             if path.exists() and path.stat().st_size < self.tokens.nbytes:
@@ -211,7 +209,7 @@ class Dataset:
 
 
 def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify: bool = True) -> Dataset:
-    """Open a split of a prepared corpus. `verify` reads all of it against its hashes; sizes are always checked."""
+    """Open a split of a prepared corpus. `verify` checks the hashes of all files; sizes are always checked."""
     root = Path(folder)
     manifest = read_manifest(root)
     if split not in manifest.splits:
@@ -227,7 +225,7 @@ def open_dataset(folder: str | os.PathLike[str], split: str = "train", *, verify
         if verify and file_facts(path)["sha256"] != stated["sha256"]:
             raise ValueError(f"{path} was altered (its SHA-256 differs from the manifest): prepare the corpus again")
     dtype = np.dtype(manifest.content["dtype"]).newbyteorder("<")
-    # Plain arrays over the maps: indexing np.memmap itself costs microseconds per row.
+    # As plain arrays: indexing np.memmap itself costs microseconds per row.
     tokens = np.asarray(np.memmap(root / f"{split}.tokens", dtype, "r", shape=(facts["tokens"],)))
     index = np.asarray(np.memmap(root / f"{split}.documents", "<i8", "r", shape=(len(COLUMNS), facts["documents"])))
     ends, sizes, words = index[:3]
@@ -248,6 +246,6 @@ def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Nats per token of a model that knows only how often each id occurs: what any model must beat."""
+    """Nats per token of a model that knows only how often each id occurs, which every model must beat."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,8 +1,8 @@
-"""Sources: from the paths, URLs or recipe that the user names to the spans that will be read, in a fixed order.
+"""Sources: from the paths, URLs or recipe that the user names to the spans to read, in a fixed order.
 
-Recipes are the paper's corpora and the standard library of this Python. `pg19` and `lm1b` come from a copy in their
-published formats or from the hub; `arxiv` and `github` come from a local folder, since neither was ever released. Looks
-only at names and sizes; `formats` reads the contents later. Independent of tokens.
+Recipes are the paper's corpora and the standard library of this Python. `pg19` and `lm1b` are read from a copy in their
+published formats or from the hub, `arxiv` and `github` from a local folder, because neither was ever released. Only
+names and sizes are looked at here; `formats` reads the contents. Independent of tokens.
 """
 
 import os
@@ -28,7 +28,7 @@ _SPLIT_NAMES = {
 }
 _LEADING_NAME = re.compile(r"^([a-z]+)(?=[-_.0-9]|$)")
 
-# Where the hub keeps each corpus as plain tables (a loading script would be code that we won't run).
+# Plain tables of each corpus on the hub (a loading script would be code that we won't run).
 _HUB = {
     "pg19": "hf://datasets/emozilla/pg19",
     "lm1b": "hf://datasets/billion-word-benchmark/lm1b@refs/convert/parquet",
@@ -43,13 +43,13 @@ _READ = ".txt, .jsonl, .parquet (plain, .gz, .xz, .zst)"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """How a source is read. `local` is where a recipe finds its corpus, a folder or a URL; None: on the hub."""
+    """How a source is read. `local` is the folder or URL of a recipe's corpus; None: the hub."""
 
     local: str | None = None
-    suffixes: tuple[str, ...] = ()  # further endings of plain text files
+    suffixes: tuple[str, ...] = ()  # further extensions of plain text files
     field: str = "text"
     splits: str = "auto"
-    span_bytes: int = 1 << 24  # a longer plain file is read in spans of this size, so that several processes share it
+    span_bytes: int = 1 << 24  # longer plain files are read in spans of this size, so that several processes share them
 
     def __post_init__(self) -> None:
         if self.splits not in SPLIT_RULES:
@@ -59,9 +59,10 @@ class SourceOptions:
 
 
 def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[str, float] | None = None) -> list[Span]:
-    """Every span of the named sources, in an order that depends on names alone.
+    """Every span of the named sources, in an order that depends only on names.
 
-    Documents go to the splits whole, but for a corpus of one plain text file: its end is held out, by these shares.
+    `held_out` are the shares of the held-out splits. They matter here only if the corpus is a single plain text file,
+    whose end is held out; otherwise documents go to the splits whole.
     """
     if not sources:
         raise ValueError(f"name a source: a file, a folder, a URL, or one of {', '.join(RECIPES)}")
@@ -78,10 +79,10 @@ def find_spans(sources: Sequence[str], options: SourceOptions, held_out: dict[st
 
 
 def list_files(source: str, options: SourceOptions) -> list[Span]:
-    """The file that is named, or every file under the folder that is, each as a span; none where there is neither.
+    """The named file, or every file in the named folder, each as a span; empty if there is no such file or folder.
 
-    They come in the order of their names, a folder's own files before those further down. Hidden files are left out,
-    as is everything in hidden folders. A file that is not text has an empty kind.
+    They are ordered by name, a folder's own files before those of its subfolders. Hidden files and folders are left
+    out. A file that is not text has an empty kind.
     """
 
     def whole(path: str, name: str, size: int, stamp: int) -> Span:
@@ -106,11 +107,11 @@ def list_files(source: str, options: SourceOptions) -> list[Span]:
 
 
 def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
-    """The URL, name, size and time of each file there."""
+    """The URL, name, size and modification time of each file at a URL."""
     files, root = file_system(url)
     try:
         found = {root: files.info(root)} if files.isfile(root) else files.find(root, detail=True)
-    except Exception as error:  # each kind of storage raises its own, the network's and the file system's errors
+    except Exception as error:  # every kind of storage raises errors of its own
         raise ValueError(f"could not list {url} ({type(error).__name__}: {error})") from error
     base = root.rstrip("/").rpartition("/")[2]
     for path, about in found.items():
@@ -123,7 +124,7 @@ def _list_url(url: str) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> list[Span]:
-    """Spans of files; under rule `auto` the names' own splits count if every file has one."""
+    """Spans of files; by the rule `auto`, the splits in their names count if every file has one."""
     splits = [split_of_name(file.name) for file in files]
     if rule == "own" and None in splits:
         name = files[splits.index(None)].name
@@ -134,7 +135,10 @@ def _spans_of_files(files: list[Span], options: SourceOptions, rule: str) -> lis
 
 
 def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) -> list[Span]:
-    """A text file as one document for each split, cut at ends of lines, if need be at spaces; none where not to be."""
+    """The spans of a text file cut into one document per split, at ends of lines or else at spaces.
+
+    Empty if the file is not plain text, has a split of its own, or nothing is to be held out.
+    """
     has_own = options.splits == "own" or (options.splits == "auto" and split_of_name(file.name) is not None)
     plain_text = file.kind == "text" and not file.name.lower().endswith(COMPRESSIONS)
     held_out = {split: share for split, share in held_out.items() if share}
@@ -156,7 +160,7 @@ def _sections(file: Span, options: SourceOptions, held_out: dict[str, float]) ->
 
 
 def split_of_name(name: str) -> str | None:
-    """The split that a file's folder or its own name gives."""
+    """The split that is named by a file's folder or by the file itself."""
     *folders, own = name.lower().split("/")
     for folder in folders:
         if folder in _SPLIT_NAMES:
@@ -166,7 +170,7 @@ def split_of_name(name: str) -> str | None:
 
 
 def file_kind(name: str, suffixes: tuple[str, ...]) -> str:
-    """How a file is read, by the ending of its name; empty where it is not text."""
+    """How a file is read, by its extension; empty if it is not text."""
     plain = name.lower()
     compressed = plain.endswith(COMPRESSIONS)
     if compressed:
@@ -190,7 +194,7 @@ def _source_files(source: str, options: SourceOptions) -> list[Span]:
 
 
 def unread_endings(sources: Sequence[str], options: SourceOptions) -> dict[str, int]:
-    """How many files in the folders among the sources are not read, by their endings."""
+    """The number of files in the sources that are not read, by extension."""
     files = [file for source in sources if source not in RECIPES for file in list_files(source, options)]
     unread = [Path(file.name) for file in files if not file.kind]
     return dict(Counter(path.suffix or path.name for path in unread).most_common())
@@ -201,7 +205,7 @@ def _file_spans(file: Span, split: str | None, span_bytes: int) -> Iterator[Span
 
 
 def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
-    """A plain file in ranges of a text's chunks, or of the bytes of lines; a compressed one is read in one go."""
+    """A plain file in ranges, of chunks for a text and of bytes for lines; a compressed file is a single span."""
     size = whole.size
     if size <= span_bytes or whole.name.lower().endswith(COMPRESSIONS):
         yield whole
@@ -214,7 +218,7 @@ def _ranges(whole: Span, span_bytes: int) -> Iterator[Span]:
 
 
 def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
-    """A span for each row group of a parquet file."""
+    """A span per row group of a parquet file."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -223,7 +227,7 @@ def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
         with unreadable_is_skipped(), open_file(whole.path) as stored:
             metadata = pyarrow.parquet.read_metadata(stored)
     except Skip:
-        yield whole  # what is wrong with it shows again when it is read
+        yield whole  # the error is reported when it is read
         return
     columns = metadata.schema.to_arrow_schema().names
     if whole.field not in columns:
@@ -233,7 +237,7 @@ def _row_groups(whole: Span, span_bytes: int) -> Iterator[Span]:
 
 
 def _published(recipe: str, options: SourceOptions) -> list[Span]:
-    """The files of a published corpus: from the hub, or from the copy that the user names."""
+    """The files of a published corpus, on the hub or in the copy that the user names."""
     try:
         found = list_files(options.local or _HUB[recipe], options)
     except ValueError as error:
@@ -252,7 +256,7 @@ def _pg19(options: SourceOptions) -> list[Span]:
 
 
 def _lm1b(options: SourceOptions) -> list[Span]:
-    """The published folders of files with a sentence per line, or tables. The one held-out set is `valid` here."""
+    """The published folders of files with a sentence per line, or tables. The only held-out set becomes `valid`."""
     files = _published("lm1b", options)
     found = [(match, file) for file in files if (match := _LM1B_FILE.search(file.name))]
     lines = [(match[2] == "heldout", replace(file, kind="lines", name=match[1])) for match, file in found]
@@ -289,7 +293,7 @@ RECIPES: dict[str, Callable[[SourceOptions], list[Span]]] = {
 
 
 def _entries(recipe: str, kind: str, options: SourceOptions, archives: tuple[str, ...] = ()) -> list[Span]:
-    """A folder of articles or repositories, each a document; splits by folders of that name, else by hash."""
+    """A folder of articles or repositories, each a document; splits by the names of subfolders, else by hash."""
     if options.local is None:
         raise ValueError(f"the recipe {recipe} needs your own folder: gss prepare {recipe} --from FOLDER")
     folder = Path(options.local)
@@ -315,8 +319,8 @@ def _entries(recipe: str, kind: str, options: SourceOptions, archives: tuple[str
 
 
 def _tree_span(kind: str, path: Path, name: str, split: str | None) -> Span:
-    """A span for a file, or for a folder with everything in it."""
-    found = [path.stat()] if path.is_file() else []  # os.walk gives nothing for a file
+    """A span for a file, or for a whole folder."""
+    found = [path.stat()] if path.is_file() else []  # for a file, os.walk yields nothing
     for folder, names, files in os.walk(path):
         names[:] = [name for name in names if name not in (".git", "__pycache__")]
         found += [Path(folder, name).stat() for name in files if Path(folder, name).is_file()]

@@ -22,14 +22,14 @@ from gss.io.files import read_whole, write_file, write_json
 Ids = npt.NDArray[np.uint32]
 
 DESCRIPTION = "vocabulary.json"
-_BELOW = ("tokenizer", "vocabulary", "tokenizer.json", "tokenizer.model")  # where runs and other folders have it
-MAX_VOCABULARY = 1 << 24  # ids; counting them takes a number per id, and no published vocabulary has half as many
+_BELOW = ("tokenizer", "vocabulary", "tokenizer.json", "tokenizer.model")  # its places in runs and other folders
+MAX_VOCABULARY = 1 << 24  # ids, since some memory is taken per id; no published vocabulary has half as many
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
-# Ends of documents by the names that published vocabularies give them, the most specific first.
+# Names of end-of-document tokens in published vocabularies, the most specific first.
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
-# What a vocabulary may lose: a sentence for people, and texts that come back changed when it does.
+# What a vocabulary may lose: in words, and texts that change if it does.
 PROBES = (
     ("newlines", ("a\nb", "a\n\nb")),
     ("runs of spaces", ("a  b", "a    b")),
@@ -45,12 +45,12 @@ def _array(ids: list[int]) -> Ids:
 
 
 def _hash(kind: str, vocab_size: int, eos_id: int, content: bytes) -> str:
-    """The identity of a vocabulary: what its ids mean, and which one ends a document."""
+    """Identifies a vocabulary: what its ids mean, and which of them ends a document."""
     return hashlib.sha256(f"{kind}\n{vocab_size}\n{eos_id}\n".encode() + content).hexdigest()
 
 
 class Tokenizer:
-    """A vocabulary: what all kinds share, and what the rest of the library asks of one."""
+    """A vocabulary: the common part of all kinds, and their interface."""
 
     kind: str
     file_name: str | None = None  # of the vocabulary's own file inside its folder
@@ -59,7 +59,7 @@ class Tokenizer:
     eos_id: int
 
     def __init__(self, content: bytes = b"", eos: str | None = None, where: str = "the vocabulary") -> None:
-        """Open the file's content; find the hash, and by trying, what does not survive encode and decode, in words."""
+        """Open the content of a file. Computes the hash and finds, by trying, what encoding and decoding loses."""
         self.content = content
         self._open(eos, where)
         if self.vocab_size > MAX_VOCABULARY:
@@ -79,7 +79,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_many(self, texts: list[str]) -> list[Ids]:
-        """`encode` of each text; quicker than one by one for short ones."""
+        """`encode` for each text; faster than one by one if they are short."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
@@ -92,7 +92,7 @@ class Tokenizer:
         return not self.losses
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the vocabulary and its description to a folder, from which `load_tokenizer` makes it again."""
+        """Write the vocabulary and its description to a folder, which `load_tokenizer` reads."""
         target = Path(folder)
         description = {name: getattr(self, name) for name in ("vocab_size", "eos", "eos_id", "hash")}
         if self.file_name is not None:
@@ -114,7 +114,7 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         values = np.asarray(ids, dtype=np.int64)
-        # A model may emit bytes that are not UTF-8: they show as U+FFFD instead of failing.
+        # A model may produce bytes that are not UTF-8: they become U+FFFD.
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -131,7 +131,7 @@ class JsonTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{where} is not a tokenizer.json that the tokenizers library reads: {error}") from error
         if getattr(self._tokenizer.model, "dropout", None):
-            self._tokenizer.model.dropout = None  # it would give the same text other ids each time
+            self._tokenizer.model.dropout = None  # with dropout, the same text would get different ids each time
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "</s>" inside a document is text, as far as the file allows
@@ -157,8 +157,8 @@ class JsonTokenizer(Tokenizer):
         wanted = [int(i) for i in ids if i != self.eos_id]
         if self._bytes.keys().isdisjoint(wanted):
             return str(self._tokenizer.decode(wanted, skip_special_tokens=False))
-        # The library gives up a whole run of bytes where one is wrong, or where its last character is yet to be
-        # completed. Bytes that are no character become a mark here, and those beside them stay what they are.
+        # The library replaces a whole run of bytes if one of them is wrong or the last character is incomplete. Here,
+        # only the bytes that are not characters become replacement marks.
         tokens: list[str | None] = []
         for spelled, run in groupby(wanted, self._bytes.__contains__):
             if not spelled:
@@ -186,7 +186,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0 or (eos and self.processor.id_to_piece(self.eos_id) != eos):
             raise ValueError(f"{where} has no end-of-document piece {eos or '(eos)'!r}; name one with --eos")
         self.eos = str(self.processor.id_to_piece(self.eos_id))
-        # The byte pieces that spell the space mark itself, where the vocabulary has byte fallback.
+        # The byte pieces of the space mark itself, if the vocabulary has byte fallback.
         self._mark_bytes = [int(self.processor.piece_to_id(f"<0x{byte:02X}>")) for byte in SPACE_MARK.encode()]
         self._spells_mark = all(map(self.processor.is_byte, self._mark_bytes))
 
@@ -203,7 +203,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [_array(ids) for ids in self.processor.encode(texts, num_threads=1)]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        # A model may have more ids than its vocabulary, and the library knows none beyond.
+        # A model may have more ids than its vocabulary; the library refuses those.
         return str(self.processor.decode([int(i) for i in ids if i < self.vocab_size and i != self.eos_id]))
 
 
@@ -216,7 +216,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eos: str | None = None) -> Toke
     """A tokenizer from `bytes`, a `tokenizer.json`, a `.model`, or a folder that `save` wrote (hash checked), also
     inside a run folder or an exported one.
 
-    `eos` names the token that ends a document, where the vocabulary leaves a choice.
+    `eos` names the token that ends a document, if the vocabulary does not determine it.
     """
     if str(spec) in ("bytes", "byte"):
         return ByteTokenizer(b"", eos, "the vocabulary of bytes")
@@ -260,7 +260,7 @@ def _load_folder(folder: Path, wanted_eos: str | None) -> Tokenizer:
 
 
 def require_same(tokenizer: Tokenizer, expected_hash: str, whose: str) -> None:
-    """Refuse a vocabulary that is not the expected one: ids of another vocabulary mean other words."""
+    """Refuse a vocabulary other than the expected one, whose ids would have other meanings."""
     if tokenizer.hash != expected_hash:
         raise ValueError(
             f"the vocabulary does not match {whose}: hash {tokenizer.hash[:12]} ({tokenizer.kind}, "

@@ -29,7 +29,7 @@ from gss.data.tokenizer import DESCRIPTION, SPACE_MARK, SentencePieceTokenizer, 
 from gss.io.files import require_name
 
 MODELS = ("unigram", "bpe")
-# Pieces of their own, as the library's trainer reads lines and never sees the ends of them.
+# Given explicitly, because the library's trainer reads lines without their ends.
 _SYMBOLS = ["\n", "\n\n", "\t"]
 _CONTROL = 2  # unknown (never used, as bytes stand in) and the end of a document
 SMALLEST = 256 + _CONTROL + len(_SYMBOLS) + 1
@@ -38,7 +38,7 @@ _TRAINER = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.
 # What the trainer reports: how many pieces are left (unigram), how many there are (bpe).
 _REPORTED = re.compile(r"EM sub_iter=\d+ size=(\d+)|(?:Added|Merged): freq=\d+ (?:size|merges)=(\d+)")
 
-Progress = Callable[[str, float], None]  # the stage, and how much of it is done from 0 to 1
+Progress = Callable[[str, float], None]  # the stage, and the share of it that is done
 
 
 def train_tokenizer(
@@ -71,7 +71,7 @@ def train_tokenizer(
         work = Path(folder)
         _write_sample(sources, options or SourceOptions(), work / "sample.txt", max_bytes, progress)
         arguments = {
-            "input": "sample.txt",  # from the folder where training runs: the names are kept in the model
+            "input": "sample.txt",  # relative, because the model stores the name
             "model_prefix": "trained",
             "vocab_size": vocab_size,
             "model_type": model,
@@ -86,7 +86,7 @@ def train_tokenizer(
             "eos_id": 1,
             "bos_id": -1,
             "pad_id": -1,
-            # A small corpus has fewer pieces than asked for: take what there is. The library allows it for unigram.
+            # A small corpus may have too few pieces for the size asked for, which the library allows for unigram only.
             "hard_vocab_limit": model == "bpe",
             "character_coverage": 0.9999,
             "num_threads": threads or usable_cores(),
@@ -136,7 +136,7 @@ def _run_trainer(arguments: dict[str, Any], folder: Path, report: Progress) -> N
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the work as an exception does, so that nothing is left behind."""
+    """Make SIGTERM raise an exception, so that nothing is left behind."""
     settable = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)) if settable else None
     try:
@@ -147,11 +147,11 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, max_bytes: int, report: Progress) -> None:
-    """Every n-th line of the sources' text: whenever there are too many, every second one is dropped.
+    """Write every n-th line of the sources; n doubles, and half of the lines are dropped, whenever there are too many.
 
-    So the amount of text, which compressed sources do not tell, need not be known beforehand. Each line is taken once:
-    the trainer takes forever on text with repeated passages. A corpus's own held-out splits are left out; where splits
-    are chosen by hash, a few held-out documents are read.
+    The amount of text, which is unknown for compressed sources, therefore need not be known beforehand. Each line is
+    taken once, because the trainer takes forever on text with repeated passages. A corpus's own held-out splits are
+    left out; if splits are chosen by hash, some held-out documents are read.
     """
     found, named = find_spans(list(sources), options), ", ".join(sources)
     spans = [span for span in found if span.split in (None, "train")]
@@ -181,7 +181,7 @@ def _write_sample(sources: Sequence[str], options: SourceOptions, path: Path, ma
 
 
 def _span_lines(span: Span) -> Iterator[bytes]:
-    """What the trainer can use of a text: lines without tabs, not too long, without its reserved characters.
+    """The parts of a text that the trainer accepts: short, without tabs, line ends and its reserved characters.
 
     Anything else is left out silently; `prepare` counts and names it.
     """

@@ -24,21 +24,20 @@ from gss.ops.products import MOST_ROWS
 BLOCK = 64
 """Tokens between two foldings of a block into the state; any number is exact."""
 
-# Parameters from which a step on a CPU is bound by reading them, so that products of few rows pay for themselves.
+# The number of parameters from which a step on a CPU is bound by reading them, so that our products are faster.
 _MANY_PARAMETERS = 1 << 22
 
 
 class BlockedDecoder:
-    """What both decoders have in common: rows that come and go, each somewhere in a block of tokens.
+    """The common part of both decoders: rows that come and go, each somewhere in a block of tokens.
 
-    A row has a token that it reads next; without a sampler of its own it continues greedily.
+    A row has a next token to read; without a sampler of its own it continues greedily.
     """
 
     stride = 1
     """How many tokens of each row `generate` produces most cheaply."""
     speculate: bool | None = False
-    """Whether rows that join are to draft tokens by lookup and verify several at once, where that is possible; None:
-    where it pays."""
+    """Whether rows that join draft tokens by lookup and verify several at once, if possible; None: if it pays."""
     _tokens: Tensor
     _sampler: Sampler
 
@@ -51,9 +50,9 @@ class BlockedDecoder:
 
     @torch.no_grad()
     def generate(self, count: int, tokens: Tensor | None = None) -> Draw:
-        """The `count` tokens of each row that follow the one it reads next (given anew by `tokens` [B]).
+        """The `count` tokens of each row that follow its next token (which `tokens` [B] replaces, if given).
 
-        The last of them has been drawn and not yet read. All of `Draw` is [count, B, …].
+        The last of them has been drawn but not read. All tensors of the `Draw` are [count, B, …].
         """
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
@@ -67,11 +66,11 @@ class BlockedDecoder:
         return parts[0] if len(parts) == 1 else Draw.join(parts, torch.cat)
 
     def advance(self) -> Draw:
-        """At least one further token of each row: as many as come at little extra cost."""
+        """At least one further token of each row, and more if they cost little."""
         return self.generate(self.stride)
 
     def state(self) -> ModelState:
-        """The state after what has been read."""
+        """The state after the tokens read so far."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -82,9 +81,9 @@ class BlockedDecoder:
         tokens: Tensor | None = None,
         read: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Add the rows of a state after those that are there, each at its own position, with their next tokens.
+        """Append the rows of a state, each at its own position, with their next tokens.
 
-        `read` is what they have read before, as far as drafts are to be found in it.
+        `read` are the tokens that they have read, in which drafts are looked up.
         """
         self._model.check_state(state, state.batch)
         device = state.position.device
@@ -96,14 +95,14 @@ class BlockedDecoder:
         self._put(state, sampler, tokens, read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order, each once (none is fine, until others join).
+        """Keep only these rows, in this order, each once; there may be none until others join.
 
-        Rows that stay where they are cost nothing: to take row i out, put the last one in its place.
+        Rows that stay in place cost nothing: to remove row i, put the last one in its place.
         """
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Wait for what is under way, where the host has yet to learn how many tokens it read."""
+        """Wait for steps in progress, if the host does not know yet how many tokens they read."""
 
     def _set_tokens(self, tokens: Tensor) -> None:
         raise NotImplementedError
@@ -113,7 +112,7 @@ class BlockedDecoder:
         raise NotImplementedError
 
     def _advance(self, count: int, work: Work) -> Draw:
-        """Take some of `count` steps: what the sampler drew in them."""
+        """Take some of `count` steps and return what the sampler drew."""
         raise NotImplementedError
 
     def _fold(self) -> None:
@@ -142,7 +141,7 @@ class Decoder(BlockedDecoder):
         super().__init__(model, block)
         device = model.device
         model.check_state(state, state.batch)
-        # Packed, weights in bfloat16 are those of a quantized model, whose activations are float32.
+        # Packed bfloat16 weights would make it a quantized model, whose activations are float32.
         plain = device.type == "cpu" and model.norm.weight.dtype != torch.bfloat16
         if plain and sum(p.numel() for p in model.parameters()) > _MANY_PARAMETERS:
             model = replaced(model, {module: twin for module in model.modules() if (twin := packed_twin(module))})
@@ -166,7 +165,7 @@ class Decoder(BlockedDecoder):
 
     @torch.no_grad()
     def advance(self) -> Draw:
-        # Reading several tokens of a row at a time costs little more than one where products of few rows are in C.
+        # With the C functions, reading several tokens of a row costs little more than reading one.
         if self.speculate is False or self._tokens.device.type != "cpu" or cpu.library() is None:
             return self.generate(1)
         if self._block.rows == 1:
@@ -179,7 +178,9 @@ class Decoder(BlockedDecoder):
         return drawn
 
     def _verify(self, lookup: Lookup, draft: list[int]) -> Draw:
-        """Read the next token and a draft of those after it; keep what the sampler draws too, and its own next one."""
+        """Read the next token and a draft of those after it; keep the drafted tokens that the sampler draws as well,
+        and the next one that it draws.
+        """
         logits = self._read(torch.cat([self._tokens, torch.tensor(draft, dtype=torch.int64)]).unsqueeze(0))
         work, draws, drawn = self._sampler.work, [], []
         for place in range(len(draft) + 1):
@@ -197,7 +198,7 @@ class Decoder(BlockedDecoder):
         return Draw.join([draw.map(lambda part: part.unsqueeze(0)) for draw in draws], torch.cat)
 
     def _read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, L, V] after each of the next tokens [B, L]; the cursors of decoder and block stay."""
+        """Logits [B, L, V] after each of the next tokens [B, L]; does not move the cursors of decoder and block."""
         position = self._position.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         x = self._model.embed(tokens, position)
         for plan in self._plans:
@@ -239,15 +240,15 @@ class Decoder(BlockedDecoder):
             plan.fold()
 
 
-def decoder(model: LanguageModel, state: ModelState, block: int = BLOCK) -> BlockedDecoder:
-    """The fastest decoder that continues from a state with the model's own answers, to the precision asked for.
+def decoder(model: LanguageModel, state: ModelState) -> BlockedDecoder:
+    """The fastest decoder that continues from a state with the model's own results, up to the precision in use.
 
-    A `GraphDecoder` where GPU kernels can run, every layer has a plan for them and bfloat16 is asked for, by autocast
+    A `GraphDecoder` if GPU kernels can run, every layer has a plan for them and the precision is bfloat16, by autocast
     around this call or by the model's parameters; else a `Decoder`.
     """
     if fast.usable(model.device):
         from gss.decode import cuda
 
-        if cuda.reduced_precision(model) and (plans := cuda.plans(model, block)):
-            return cuda.GraphDecoder(model, state, block, plans)
-    return Decoder(model, state, block)
+        if cuda.reduced_precision(model) and (plans := cuda.plans(model, BLOCK)):
+            return cuda.GraphDecoder(model, state, BLOCK, plans)
+    return Decoder(model, state)

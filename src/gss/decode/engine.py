@@ -1,8 +1,8 @@
-"""The engine: one batch on one model, in which requests come and go between steps.
+"""The engine: requests share one batch on one model, and come and go between steps.
 
-A request's prompt is read in pieces (`prefill`). Then its continuations join the batch, and every `step` gives each of
-them its next tokens, drawn on the device. A continuation does not depend on the rest of the batch (except for rounding,
-in bfloat16). On a GPU, a step produces several tokens, and the host looks at them while the device computes the next.
+A request's prompt is read in pieces (`prefill`). Then its continuations join the batch, and every `step` draws the next
+tokens of each on the device. A continuation does not depend on the rest of the batch (except for rounding, in
+bfloat16). On a GPU, a step produces several tokens, and the host looks at them while the device computes the next.
 
     engine = Engine(model)
     engine.submit(Request(prompt=[1, 2, 3], max_tokens=100))
@@ -38,7 +38,7 @@ class _Row:
         self.gone = False
 
     def accept(self, tokens: list[int], scores: list[Score]) -> Output:
-        """Take the next tokens, up to the last that is wanted."""
+        """The output for the next tokens, up to the end of the continuation."""
         if -1 in tokens:
             raise ValueError("the model's logits are not finite: its weights or checkpoint are broken")
         tokens = tokens[: self.left]
@@ -52,7 +52,7 @@ class _Row:
 
 
 class _Fetched:
-    """What was drawn for some rows, on its way to the host."""
+    """A draw for some rows, on its way to the host."""
 
     def __init__(self, rows: Sequence[_Row], draw: Draw) -> None:
         self.rows = list(rows)
@@ -64,7 +64,7 @@ class _Fetched:
             self._ready.record()
 
     def outputs(self) -> Iterator[tuple[_Row, Output]]:
-        """Wait for the tokens, and hand them to the rows that still want them."""
+        """Wait for the tokens, and return the outputs of rows that have not left."""
         if self._ready is not None:
             self._ready.synchronize()
         tokens = self._draw.tokens.T.tolist()
@@ -83,10 +83,10 @@ class Engine:
 
     rows          most continuations in the batch: with a bounded state, memory is known from the start
     piece         tokens of prompts that are read per round of `prefill`; by default 4,096, on a GPU 65,536
-    cache_bytes   memory for the states of prompts, which later prompts with the same prefix start from
+    cache_bytes   memory for cached states of prompts, from which later prompts with the same prefix start
     precision     auto, fp32 or bf16 (autocast); auto: bf16 on a GPU, else fp32
-    speculate     whether to draft by lookup where a row is alone; what is drawn does not change. By default where it
-                  pays: on a CPU, and on a GPU where the likeliest token is taken
+    speculate     whether a row that is alone drafts by lookup, which does not change what is drawn. Default: if it
+                  pays, that is on a CPU, and on a GPU at temperature 0
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Engine:
         return len(self._running)
 
     def submit(self, request: Request) -> None:
-        """Take in a request; requests are begun in the order in which they came."""
+        """Queue a request; requests are begun in order."""
         tokens = torch.from_numpy(np.asarray(request.prompt, dtype=np.int64)).unsqueeze(0)
         if not tokens.numel():
             raise ValueError("there is nothing to read: give at least one token")
@@ -138,16 +138,16 @@ class Engine:
         self._waiting.append(request)
 
     def cancel(self, unwanted: Callable[[Request], bool], index: int | None = None) -> None:
-        """Drop requests, or one continuation of each; nothing more comes of them."""
+        """Drop requests, or one continuation of each; they have no further outputs."""
         if index is None:
             self._waiting = deque(request for request in self._waiting if not unwanted(request))
             self.prompts.drop(unwanted)
         self._leave(row for row in self._running if unwanted(row.request) and index in (None, row.index))
 
     def admit(self) -> int:
-        """Begin the prompts of waiting requests while there are rows for them; return how many are being read."""
+        """Begin the prompts of waiting requests while there are rows for them; returns how many are being read."""
         taken = len(self._running) + sum(request.n for request in self.prompts.requests())
-        # A request for more rows than there are in all runs alone.
+        # A request for more rows than there are runs alone.
         while self._waiting and (taken + self._waiting[0].n <= self.max_rows or not taken):
             taken += self._waiting[0].n
             self.prompts.add(self._waiting.popleft())
@@ -155,14 +155,14 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self) -> list[Output]:
-        """Read a piece of the prompts that have been admitted; the first tokens of those that are done."""
+        """Read a piece of the admitted prompts; returns the first tokens of those that are done."""
         with running(self.model, self.precision):
             read = self.prompts.round()
             # States that grow differ in length: joined, each would be as long as the longest.
             together = [read] if self.prompts.bounded else [[prompt] for prompt in read]
             outputs = [output for prompts in together for output in self._begin(prompts)]
         if self._device.type == "cuda" and self._in_flight is None and not len(self.prompts):
-            self._in_flight = self._begin_step()  # the device goes on while the first tokens are looked at
+            self._in_flight = self._begin_step()  # the device continues while the host looks at the first tokens
         return outputs
 
     @torch.no_grad()
@@ -176,13 +176,13 @@ class Engine:
         return [output for _, output in handed_out]
 
     def run(self) -> Iterator[Output]:
-        """All outputs of the requests, until the last of them has ended."""
+        """All outputs of the requests until the last one has ended."""
         while self.admit() or self._running:
             yield from self.prefill() if len(self.prompts) else self.step()
 
     def warm_up(self) -> None:
-        """Decode two blocks in batches of every size, with a row that joins late, before there are requests: later none
-        waits for kernels to be compiled."""
+        """Decode two blocks in batches of every size, with a row that joins late, so that no later request waits for
+        kernels to be compiled."""
         prompts, self.prompts = self.prompts, Prefill(self.model, PrefixCache(0), self.prompts.piece)
         size = 0
         while size < self.max_rows:
@@ -198,14 +198,14 @@ class Engine:
         self.prompts = prompts
 
     def reset(self) -> None:
-        """Forget every request: what is left to do after an error."""
+        """Forget every request, after an error."""
         self._waiting.clear()
         self.prompts.drop(lambda request: True)
         self._running, self._in_flight = [], None
         self.decoder = self._empty_decoder()
 
     def _begin(self, read: list[PartialPrompt]) -> Iterator[Output]:
-        """Put the continuations of prompts that have been read into the batch, each with its first token."""
+        """Put the continuations of prompts that have been read into the batch, each with its first token drawn."""
         rows: list[_Row] = []
         states, logits = [], []
         for prompt in read:
@@ -238,7 +238,7 @@ class Engine:
             self._running += [rows[place] for place in going]
 
     def _begin_step(self) -> _Fetched | None:
-        """Set the decoder off for more tokens, unless those under way are all that are wanted."""
+        """Start the decoder on more tokens, unless the tokens in progress are enough."""
         under_way = self.decoder.stride if self._in_flight else 0
         if not any(row.left > under_way for row in self._running):
             return None
@@ -246,7 +246,6 @@ class Engine:
             return _Fetched(self._running, self.decoder.advance())
 
     def _leave(self, leaving: Iterable[_Row]) -> None:
-        """Take rows out of the batch."""
         gone = list(leaving)
         if not gone:
             return
@@ -269,7 +268,7 @@ class Engine:
 def stream(
     model: LanguageModel, requests: Sequence[Request], precision: str = "auto", speculate: bool | None = None
 ) -> Iterator[Output]:
-    """The outputs of some requests, side by side, as they come."""
+    """The outputs of some requests in one batch, as they are produced."""
     if not requests:
         raise ValueError("there are no prompts: give at least one")
     engine = Engine(model, rows=sum(request.n for request in requests), precision=precision, speculate=speculate)

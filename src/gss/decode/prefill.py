@@ -23,7 +23,7 @@ from gss.model import LanguageModel
 from gss.nn.context import Context, shared_pieces
 from gss.nn.state import ModelState
 
-# States cached of one prompt, its end not counted: enough to share prefixes, few enough to leave room for others'.
+# States cached per prompt, besides the one at its end: enough to share prefixes, and leaves room for other prompts.
 _CACHED = 16
 # Logits computed at a time when a prompt's tokens are scored.
 _LOGIT_ELEMENTS = 1 << 22
@@ -44,9 +44,9 @@ def read(
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, L] in pieces of bounded memory: logits [B, V] after the last one, and the state there.
 
-    A piece is 4,096 tokens of each row; on a GPU, where a short piece waits for the host, as many as make 65,536 of
-    all rows together, if that is more. The ranks of a `context` read a piece each at the same time, and all have the
-    logits and the state in the end. `progress` is told the share that has been read after each piece.
+    A piece is 4,096 tokens of each row; on a GPU, where short pieces wait for the host, 65,536 tokens of all rows
+    together if that is more. The ranks of a `context` read a piece each at the same time, and all get the logits and
+    the state. `progress` is called with the share read so far after each piece.
     """
     if tokens.numel() == 0:
         raise ValueError("there is nothing to read: give at least one token")
@@ -63,7 +63,7 @@ def read(
 
 
 class Entry(NamedTuple):
-    """A model after some tokens."""
+    """The state and the logits after some tokens."""
 
     state: ModelState
     """Of one sequence."""
@@ -77,10 +77,9 @@ class Entry(NamedTuple):
 
 
 class PrefixCache:
-    """Entries by the tokens that led to them, up to `max_bytes` together; 0 keeps nothing.
+    """Entries by the tokens that led to them, up to `max_bytes` in total; 0 caches nothing.
 
-    Entries are values that are never changed, so any number of sequences can continue from one. The least recently used
-    go first when the bytes run out.
+    Entries never change, so any number of sequences can continue from one. The least recently used are evicted first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -92,7 +91,7 @@ class PrefixCache:
         return len(self._entries)
 
     def longest(self, tokens: Tokens) -> tuple[int, Entry | None]:
-        """The entry of the most tokens that these begin with, and how many those are."""
+        """The length of the longest cached prefix of the tokens, and its entry."""
         digest = hashlib.blake2b(digest_size=16)
         done = 0
         found: _Key | None = None
@@ -108,7 +107,7 @@ class PrefixCache:
         return found[0], self._entries[found]
 
     def put(self, tokens: Tokens, entry: Entry) -> None:
-        """Cache the entry of these tokens; the least recently used entries are evicted."""
+        """Cache the entry of these tokens, evicting the least recently used ones if necessary."""
         if entry.nbytes > self.max_bytes:
             return
         key = (len(tokens), hashlib.blake2b(tokens.tobytes(), digest_size=16).digest())
@@ -133,11 +132,11 @@ class PartialPrompt:
     logits: Tensor | None = None
     """[1, V] after the last token that was read."""
     marks: set[int] = field(default_factory=set)
-    """Lengths at which others wait for its state."""
+    """Lengths at which other prompts wait for its state."""
     leader: "tuple[PartialPrompt, int] | None" = None
-    """Another prompt that will have read the same tokens, and the length at which its state serves."""
+    """Another prompt that is about to read the same tokens, and the length at which to continue from its state."""
     fresh: bool = True
-    """Whether it has yet to look for a prefix in the cache."""
+    """Whether it has not looked for a prefix in the cache yet."""
     scores: list[Score] = field(default_factory=list)
     dropped: bool = False
 
@@ -148,12 +147,12 @@ class PartialPrompt:
 
     @property
     def cacheable(self) -> bool:
-        """Whether its states depend on its tokens alone, and need not all be computed for scores."""
+        """Whether its states depend only on its tokens, and it does not need the scores of all of them."""
         return not self.request.score_prompt and self.request.state is None
 
     @property
     def waits(self) -> bool:
-        """Whether its leader has yet to come to where they part."""
+        """Whether its leader has not reached the end of the common prefix yet."""
         return self.leader is not None and not self.leader[0].dropped and self.leader[0].at < self.leader[1]
 
 
@@ -165,21 +164,21 @@ class Prefill:
         self._device = model.device
         self._state_bytes = model.initial_state(1).nbytes
         self.bounded = model.bounded_state
-        """Whether states have one size, however much has been read."""
+        """Whether the size of a state does not depend on how much was read."""
         self._waiting: deque[PartialPrompt] = deque()
         self.prompt_tokens = 0
-        """Tokens of all prompts that are done."""
+        """Tokens of completed prompts."""
         self.tokens_read = 0
-        """Tokens of prompts, done or not, that the model has read."""
+        """Tokens of prompts, completed or not, that the model has read."""
         self.tokens_reused = 0
-        """Tokens that cached states saved it from reading."""
+        """Tokens that need not be read thanks to cached states."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def fullness(self) -> float:
-        """How much of a piece there is to read, up to 1."""
+        """The tokens left to read, as a share of a piece, at most 1."""
         return min(1.0, sum(len(prompt.tokens) - prompt.at for prompt in self._waiting) / self.piece)
 
     def add(self, request: Request) -> None:
@@ -194,14 +193,16 @@ class Prefill:
         return [prompt.request for prompt in self._waiting]
 
     def drop(self, dropped: Callable[[Request], bool]) -> None:
-        """Forget the prompts of some requests."""
+        """Drop the prompts of some requests."""
         for prompt in self._waiting:
             prompt.dropped = dropped(prompt.request)
         self._waiting = deque(prompt for prompt in self._waiting if not prompt.dropped)
 
     @torch.no_grad()
     def round(self) -> list[PartialPrompt]:
-        """Read a piece of the next prompt, and of those that fit beside it; return the prompts that are done."""
+        """Read a piece of the next prompt, and of those that can be batched with it; returns the prompts that are
+        done.
+        """
         free = [prompt for prompt in self._waiting if not prompt.waits]
         for prompt in free:
             if prompt.fresh and prompt.cacheable:
@@ -218,7 +219,7 @@ class Prefill:
         return done
 
     def _follow(self, prompt: PartialPrompt) -> None:
-        """Find the prompt under way that shares the longest prefix, and have its state there cached for this one."""
+        """Find the prompt in progress that shares the longest prefix, and have its state there cached for this one."""
         best = 0
         for other in self._waiting:
             size = min(len(other.tokens), len(prompt.tokens))
@@ -231,9 +232,9 @@ class Prefill:
             prompt.leader[0].marks.add(best)
 
     def _side_by_side(self, unread: list[PartialPrompt]) -> Iterator[PartialPrompt]:
-        """The first prompt, and others whose next pieces are as long as its, up to a piece's tokens in all.
+        """The first prompt, and others whose next pieces have the same length, up to a piece's tokens in total.
 
-        Of states that grow, only those of one length: joined, each would be as long as the longest.
+        If states grow, all must have the same length, because joined states are padded to the longest.
         """
         first = unread[0]
         size = self._end(first) - first.at
@@ -285,16 +286,16 @@ class Prefill:
 
 
 def _read(prompt: PartialPrompt) -> int:
-    """Tokens that a prompt's state has read, those of the state that its request came with included."""
+    """Tokens that a prompt's state has read, including those before the request."""
     return 0 if prompt.state is None else int(prompt.state.position[0])
 
 
 def scored(logits: Tensor, tokens: Tensor, top: int) -> list[Score]:
-    """For each row of logits [R, V]: log p of its token, and the `top` likeliest tokens with theirs."""
+    """For each row of logits [R, V], the log-probability of its token, and the `top` likeliest tokens with theirs."""
     return score_lists(*(part.tolist() for part in score(logits, tokens, top)))
 
 
 def score_lists(logprobs: list[float], top: list[list[float]], tokens: list[list[int]]) -> list[Score]:
-    """Scores from the parts that `gss.decode.sampler.score` gives, one per token."""
+    """Scores, one per token, from the results of `gss.decode.sampler.score`."""
     rows = zip(logprobs, tokens, top, strict=True)
     return [(own, tuple(zip(best, values, strict=True))) for own, best, values in rows]

@@ -9,7 +9,7 @@ from gss.nn.state import ModelState
 
 Finish = Literal["stop", "length"]
 Score = tuple[float | None, tuple[tuple[int, float], ...]]
-"""A token's log-probability (None where nothing came before it), and the likeliest tokens in its place with theirs."""
+"""A token's log-probability (None for the first token of all), and the likeliest tokens in its place with theirs."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,27 +22,27 @@ class Request:
     """How many continuations."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    """Of the first continuation; the others' follow."""
+    """Of the first continuation; the others have the following seeds."""
     eos_id: int | None = None
-    """The token that ends a continuation, which is not part of it; None: nothing but `max_tokens` does."""
+    """The token that ends a continuation and is not part of it; None: only `max_tokens` ends it."""
     logprobs: int | None = None
     """How many alternatives to score beside each token; None: no scores."""
     score_prompt: bool = False
     state: ModelState | None = None
-    """Of one sequence: what was read before the prompt."""
+    """The state of one sequence, which the prompt continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Something new of one continuation of a request."""
+    """What is new of one continuation of a request."""
 
     request: Request
     index: int
     """Which of the request's continuations."""
     tokens: list[int]
     scores: list[Score]
-    """One per token, where the request asks for them."""
+    """One per token, if the request asks for them."""
     finish: Finish | None = None
-    """Why the continuation has ended with these tokens: at the end of a text, or at `max_tokens`."""
+    """Why the continuation ends with these tokens: the end of a document, or `max_tokens`."""
     prompt_scores: list[Score] | None = None
-    """Of a request's prompt, in an output of its own before all others."""
+    """Scores of the prompt, in a separate output before all others."""

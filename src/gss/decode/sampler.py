@@ -15,25 +15,23 @@ from torch import Tensor
 from gss.ops import cpu, fast
 from gss.sampling import OPTIONS, Sampling
 
-# Candidates that are enough for most rows on a CPU, where sorting a whole vocabulary takes milliseconds.
+# As many candidates are enough for most rows; on a CPU, sorting a whole vocabulary takes milliseconds.
 _CANDIDATES = 256
-# The coldest temperature that float32 can divide by; the likeliest token stays at 0, and every other falls out.
+# The lowest temperature that float32 can divide by; below it, every token but the likeliest has weight 0 anyway.
 _COLDEST = 1e-30
-# The largest vocabulary that one kernel of a GPU draws from.
+# The largest vocabulary of the GPU kernel.
 _LARGEST_FUSED = 32_768
-# The options that the kernel of a GPU and the C function know, in the order of their rows of numbers; PyTorch does any.
+# The options that the GPU kernel and the C function support, in the order of their rows of numbers.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 assert tuple(OPTIONS)[: len(_FUSED)] == _FUSED, "a new option of gss.sampling comes last"
 _EFFECTS = {name: option.metadata["effect"] for name, option in OPTIONS.items() if option.metadata["effect"]}
 
 GREEDY = Sampling(temperature=0)
 NONE = -2
-"""In the place of a token: there is none."""
+"""In place of a token: there is none."""
 
 
 class Settings(NamedTuple):
-    """What one row is asked for."""
-
     sampling: Sampling = GREEDY
     seed: int = 0
     logprobs: int | None = None
@@ -41,9 +39,9 @@ class Settings(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Tokens [..., B], −1 where the logits were not finite, and their scores where they are asked for.
+    """Tokens [..., B], −1 where the logits are not finite, and their scores if some row asks for them.
 
-    Of drafts that were not kept whole, the last tokens of each are `NONE`.
+    After a draft of which only part was kept, the last tokens are `NONE`.
     """
 
     tokens: Tensor
@@ -56,15 +54,15 @@ class Draw(NamedTuple):
 
     @staticmethod
     def join(draws: Sequence["Draw"], function: Callable[[list[Tensor]], Tensor]) -> "Draw":
-        """Several draws of a kind as one, by a function of the tensors in one place."""
+        """Several draws as one; `function` joins the tensors of one kind."""
         scores = zip(*(draw.scores for draw in draws if draw.scores), strict=True)
         return Draw(function([draw.tokens for draw in draws]), tuple(function(list(part)) for part in scores) or None)
 
 
 class Work(NamedTuple):
-    """What the rows together need done, known to the host: the choice of operations, and so of a captured graph.
+    """What the rows together need, known to the host: this chooses the operations, and so the captured graph.
 
-    There are few kinds of it, since the number of alternatives, `top`, is a power of two.
+    There are few different values, because the number of alternatives, `top`, is a power of two.
     """
 
     greedy: bool
@@ -73,17 +71,17 @@ class Work(NamedTuple):
     narrowed: bool
     penalised: bool
     fused: bool
-    """Whether the kernel of a GPU, and the C function of a CPU, know every option that is set."""
+    """Whether the GPU kernel and the C function support every option that is set."""
     top: int | None
 
     @property
     def argmax(self) -> bool:
-        """Whether the likeliest token of each row is all that is asked for."""
+        """Whether the likeliest token of each row is all that is needed."""
         return self.greedy and not self.penalised and self.top is None
 
 
 class Sampler:
-    """The settings of a batch's rows as tensors, in places that may be left empty.
+    """The settings of a batch's rows as tensors; places may be empty.
 
     >>> sampler = Sampler(model.config.vocab_size, device, [Settings(Sampling(top_p=0.9), seed=3)], [prompt])
     >>> sampler.draw(logits, position).tokens      # [B, V], [B] → [B]
@@ -97,7 +95,7 @@ class Sampler:
         read: Sequence[Sequence[int]] = (),
         capacity: int = 0,
     ) -> None:
-        """`read` has the tokens that each row has read, for its repetition penalty."""
+        """`read`: the tokens that each row has read, for the repetition penalty."""
         capacity = max(capacity, len(rows))
         self.rows = list(rows)
         self._numbers = torch.ones(len(OPTIONS), capacity, dtype=torch.float64)  # a row for each option, in order
@@ -113,12 +111,12 @@ class Sampler:
         self._numbers, self._seed, self._seen = (t.to(device) for t in self.tensors())
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that a draw reads or changes."""
+        """All tensors that a draw reads or changes."""
         return self._numbers, self._seed, self._seen
 
     @property
     def work(self) -> Work:
-        """What a draw has to do for the rows."""
+        """What the present rows need."""
         samplings = [row.sampling for row in self.rows]
         scored = [row.logprobs for row in self.rows if row.logprobs is not None]
         effects = tuple(name for name in _EFFECTS if any(getattr(s, name) != OPTIONS[name].default for s in samplings))
@@ -150,10 +148,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, logits: Tensor, position: Tensor, work: Work | None = None) -> Draw:
-        """The next token of each row, for logits [B, V] after `position` [B] tokens; they count as seen from then on.
-
-        Where all rows are greedy that is the argmax.
-        """
+        """The next token of each row, for logits [B, V] after `position` [B] tokens; it counts as seen from then on."""
         work = work or self.work
         if work.argmax:
             return Draw(_likeliest(logits))
@@ -164,10 +159,10 @@ class Sampler:
         return Draw(tokens, None if work.top is None else score(logits, tokens.clamp(min=0), work.top))
 
     def _draw_at_once(self, logits: Tensor, position: Tensor, penalised: bool) -> Tensor | None:
-        """By the C function or the kernel of a GPU, where there is one."""
+        """By the C function or the GPU kernel, if there is one."""
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if logits.device.type == "cpu" and (draw := cpu.function("gss_draw", "lllpppppp")) is not None:
-            logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty changes them
+            logits = logits.clone() if penalised or not logits.is_contiguous() else logits  # a penalty writes to them
             position, seen = position.contiguous(), self._seen if penalised else None
             tensors = (logits, self._numbers, self._seed, position, seen, tokens)
             draw(*logits.shape, self._numbers.shape[1], *map(cpu.pointer, tensors))
@@ -180,7 +175,7 @@ class Sampler:
         return None
 
     def _draw_by_steps(self, logits: Tensor, position: Tensor, work: Work) -> Tensor:
-        """By PyTorch, which knows every option."""
+        """By PyTorch, which supports every option."""
         numbers = dict(zip(OPTIONS, self._numbers[:, : len(logits), None], strict=True))
         seen, temperature, penalty = self._seen[: len(logits)], numbers["temperature"], numbers["repetition_penalty"]
         if work.penalised:
@@ -188,7 +183,7 @@ class Sampler:
             logits = torch.where(seen, logits * factor, logits)
         peak, tokens = logits.max(-1, keepdim=True)
         if not work.greedy:
-            weight = ((logits - peak) / temperature.clamp(min=_COLDEST).float()).exp()  # the likeliest has 1
+            weight = ((logits - peak) / temperature.clamp(min=_COLDEST).float()).exp()  # 1 for the likeliest
             for name in work.effects:
                 weight = _EFFECTS[name](weight, numbers[name])
             if work.narrowed:
@@ -231,7 +226,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _narrowed(weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Weights [B, V], 0 outside each row's `top_k` likeliest and outside the fewest of those that reach `top_p`."""
+    """Weights [B, V], 0 outside each row's `top_k` likeliest, and outside the fewest of those that reach `top_p`."""
     size = weight.shape[1]
     free = (top_k >= size) & (top_p >= 1)
     total = weight.sum(-1, keepdim=True, dtype=torch.float64)
@@ -241,7 +236,7 @@ def _narrowed(weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         reached = ordered.cumsum(-1, dtype=torch.float64)
         cut_by_k = top_k <= count
         bound = top_p * torch.where(cut_by_k, reached[:, -1:], total)
-        # On a CPU, where looking costs nothing: were the candidates enough for every row?
+        # On a CPU, where reading a value costs nothing: were the candidates enough for every row?
         if count == size or bool((free | cut_by_k | ((top_k >= size) & (reached[:, -1:] >= bound))).all()):
             break
     kept = torch.where(reached - ordered < bound, ordered, 0)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 _LARGEST = 1 << 27  # bytes of a file that is read whole: settings, manifests and vocabularies are never near it
 _NO_ROOM: tuple[int, ...] = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -75,6 +75,15 @@ def written_folder(target: Path) -> Iterator[Path]:
             aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[BinaryIO]:
+    """A new file that has reached the disk once it is closed."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

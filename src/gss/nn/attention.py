@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gss.config import ModelConfig
+from gss.nn.attention_plan import AttentionPlan
 from gss.nn.context import across_ranks, by_recent
-from gss.nn.decode_plans import AttentionPlan
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
 from gss.nn.dense import FeedForward, dense, norm
 from gss.nn.documents import each_document_alone
@@ -21,8 +21,8 @@ from gss.ops.norm import normalize
 from gss.ops.positions import rotated
 
 Attended = tuple[Tensor, Tensor, Tensor]
-"""What was attended to, and the keys and values of past and new tokens, as far as later ones may need them."""
-# Queries that attend to a cache at a time: bounds the mask to this many rows of the cache's length.
+"""Attention outputs, and the keys and values of past and new tokens, as far as later ones may need them."""
+# Queries that attend to a cache at a time, which bounds the size of the mask.
 _QUERY_BLOCK = 1024
 
 
@@ -90,7 +90,7 @@ class TransformerBlock(SequenceLayer):
             start = (position % self.chunk + length - 1) // self.chunk * self.chunk
             kept = expand_index(_positions(start, self.chunk), keys)
             keys, values = keys.gather(1, kept), values.gather(1, kept)
-        # Without the queries, which lie between them, and the tokens that have left the window.
+        # Copies, which do not keep the queries and the tokens that have left the window alive.
         own = torch.clone if self.sliding else Tensor.contiguous
         return attended, {"keys": own(keys), "values": own(values), "length": position + length}
 
@@ -133,8 +133,8 @@ class TransformerBlock(SequenceLayer):
             queries, keys, values = (sized(t, capacity) for t in (queries, keys, values))
             cut = (t.unflatten(1, (-1, self.chunk)).flatten(0, 1) for t in (queries, keys, values))
             return _causal_attention(*cut).reshape(queries.shape)[:, :length], keys, values
-        # A row stands somewhere in its current chunk: its new tokens go after the cached ones, and the row is
-        # laid out from its chunk's start. What lies beyond its last token is never attended to.
+        # A row may be anywhere in its current chunk: its new tokens go after the cached ones, and slots are counted
+        # from the start of the chunk. Slots after the last token are never attended to.
         index = _positions(state["length"] % self.chunk, length)
         capacity = (-(-(length - 1) // self.chunk) + 1) * self.chunk
         keys, values = _placed(state, keys, values, index, capacity)
@@ -167,7 +167,7 @@ class TransformerBlock(SequenceLayer):
             newest = (token + window).expand_as(oldest)
             seen = slice(0, window + first)
             parts = [_masked_attention(queries[:, :first], keys[:, seen], values[:, seen], newest, oldest)]
-        if length > window:  # blocks of W, each over itself and the one before
+        if length > window:  # in blocks of W, each over itself and the previous one
             parts.append(_banded_attention(queries[:, window:], keys[:, window:], values[:, window:], window))
         return torch.cat(parts, dim=1), *kept
 
@@ -178,7 +178,7 @@ def _positions(first: Tensor, length: int) -> Tensor:
 
 
 def _placed(state: LayerState, keys: Tensor, values: Tensor, index: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """A state's keys and values with room for `capacity` positions and the new ones written at theirs."""
+    """A state's keys and values in `capacity` slots, with the new ones written at `index`."""
     old_keys, old_values = (sized(state[name].to(keys.dtype), capacity) for name in ("keys", "values"))
     at = expand_index(index, keys)
     return old_keys.scatter(1, at, keys), old_values.scatter(1, at, values)
@@ -208,7 +208,7 @@ def _masked_attention(
 
 
 def _has_whole_windows(state: LayerState | None, window: int, length: int) -> bool:
-    """Whether the cache has no empty slots, or is not there and does not suffice; to ask waits for the device."""
+    """Whether the cache is full or, without a cache, the piece is longer than a window; this waits for the device."""
     if state is None:
         return length > window
     return not torch.compiler.is_compiling() and bool((state["length"] >= window).all())
@@ -219,7 +219,7 @@ def _flash_can(*tensors: Tensor) -> bool:
 
 
 def _flash_window(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-    """`_banded_attention` without masks: `scaled_dot_product_attention` has no windows, the kernel beneath it does."""
+    """`_banded_attention` without masks, by the flash kernel, whose windows `scaled_dot_product_attention` lacks."""
     sizes = queries.shape[1], keys.shape[1]
     return torch.ops.aten._flash_attention_forward(
         queries, keys, values, None, None, *sizes, 0.0, True, False, window_size_left=window - 1, window_size_right=0

@@ -25,7 +25,7 @@ from gss.nn.windows import Windows
 
 
 class CellMemory(NamedTuple):
-    """What is read of the vectors while a window of tokens is."""
+    """The vectors as tokens of a window read them."""
 
     identified: Tensor
     """The normed vectors with their ids added, [B, S, E]."""
@@ -48,7 +48,7 @@ class FixedGate(nn.Module):
 
 
 class LSTMGate(nn.Module):
-    """s ← s⊙σ(W_f h + b_f + 1) + z⊙σ(W_i h + b_i − 1): what is kept and what is added depend on what was seen."""
+    """s ← s⊙σ(W_f h + b_f + 1) + z⊙σ(W_i h + b_i − 1): the gates depend on h (see `StateCell`)."""
 
     def __init__(self, config: ModelConfig, inputs: int) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class LSTMGate(nn.Module):
 
 
 class StateCell(nn.Module):
-    """S learned vectors to start from, the attention that updates them, and the gate that lets the update in.
+    """S learned initial vectors, the attention that updates them, and the gate of the update.
 
         memory = cell.read(vectors)                             # keys and values that tokens attend to
         vectors = cell.update(vectors, memory, (keys, values))  # after a window, over its tokens' keys and values
 
-    Attention to themselves and to the tokens is put side by side, 2E wide. The layout makes the proposal z of it:
-    "skip" by one dense layer; "single" by a feed-forward that ends in a tanh. The gate sees the 2E (skip) or the
-    feed-forward's hidden activations (single).
+    The vectors attend to themselves and to the tokens; both results are concatenated to 2E. From these the layout
+    computes the proposal z: "skip" with one dense layer, "single" with a feed-forward that ends in a tanh. The gate's
+    input h is the 2E (skip) or the hidden activations of the feed-forward (single).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -139,20 +139,20 @@ class StateCell(nn.Module):
 
 
 def _dense_weights(block: WindowBlock, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a block's dense layers in another precision, but for those that LoRA computes."""
+    """The weights of a block's dense layers in another precision, except those that LoRA computes."""
     layers = [(name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
     return {f"{name}.weight": layer.weight.to(dtype) for name, layer in layers if "weight" in layer._parameters}
 
 
 def _through(block: WindowBlock, weights: dict[str, Tensor], *window: Any) -> tuple[Tensor, KeysValues]:
-    """One block on one window, with some of its parameters given in another precision."""
+    """One block on one window, with `weights` in place of some of its parameters."""
     return functional_call(block, weights, window) if weights else block(*window)
 
 
 class _Work(NamedTuple):
     """The work of a window, as functions of modules and tensors.
 
-    Compiled, one graph of each (two, where the first window's differs) serves all windows, blocks and layers.
+    Compiled, one graph of each (or two, if the first window differs) serves all windows, blocks and layers.
     """
 
     bias: Callable[..., Tensor] = WindowAttention.bias
@@ -166,11 +166,11 @@ _PLAIN = _Work()
 
 class RecurrentLayer(SequenceLayer):
     """Blocks that run window by window around one recurrent state; `writer` is the block whose tokens update it. By
-    default it is a single block, before and after which blocks of other kinds may stand.
+    default it is a single block between layers of other kinds.
 
-    The state of a sequence: two windows of keys and values per block, the vectors, and how much was read. A row that
-    has read nothing starts from the learned vectors, whatever its slot holds: the start is then part of every
-    forward pass, where sharded and replicated training expect a parameter's gradient to come from.
+    The state of a sequence: two windows of keys and values per block, the vectors, and the number of tokens read. A row
+    that has read nothing starts from the learned vectors, whatever its slot contains. They are therefore part of every
+    forward pass, as sharded and replicated training require of parameters.
     """
 
     def __init__(self, config: ModelConfig, blocks: int = 1, writer: int = 0) -> None:
@@ -182,9 +182,9 @@ class RecurrentLayer(SequenceLayer):
         self._compiled: _Work | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the work of a window with `torch.compile`; the loop, whose graph would grow with it, stays.
+        """Compile the work of a window with `torch.compile`, but not the loop, whose graph would grow with the length.
 
-        For training: what is read without gradients comes in many shapes, each with graphs to compile.
+        Only for training: without gradients, pieces come in many shapes, each of which would be compiled.
         """
         compiled: Any = [torch.compile(function, *args, **kwargs) for function in _PLAIN]
         self._compiled = _Work(*compiled)
@@ -218,10 +218,10 @@ class RecurrentLayer(SequenceLayer):
         runs: list[list[KeysValues]] = [[(keys[:, : self.window], values[:, : self.window])] for keys, values in given]
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else blocks[0].projection.weight.dtype
-        # Compiled in training, where every row reads the whole of a window.
+        # Compiled code runs only in training and on whole windows.
         compiled = self._compiled if windows.index is None and torch.is_grad_enabled() else None
         works = [compiled if compiled and part.stop - part.start == self.window else _PLAIN for part in parts]
-        # Autocast remembers a weight that it has cast; a graph would cast it in every window.
+        # Autocast caches the weights that it casts; a compiled graph would cast them in every window.
         weights = [_dense_weights(block, dtype) if autocast and self._compiled in works else {} for block in blocks]
         biases = {
             slots: [work.bias(block.attention, windows, slots, dtype) for block in blocks]
@@ -229,7 +229,7 @@ class RecurrentLayer(SequenceLayer):
         }
         outputs = []
         for part, work in zip(parts, works, strict=True):
-            # Contiguous, so that the strides do not depend on the piece's length: each would get a graph of its own.
+            # Contiguous, because strides that depend on the piece's length would each be compiled.
             hidden = tokens if windows.single else tokens[:, part].clone(memory_format=torch.contiguous_format)
             memory = work.read(self.cell, vectors)
             previous, kept = windows.has_previous(part), windows.kept(part, given)
@@ -238,7 +238,7 @@ class RecurrentLayer(SequenceLayer):
                 bias = biases[part.stop - part.start][i]
                 window = (hidden, (memory.keys, memory.values), bias, before[i], previous, kept[i])
                 hidden, own = work.through(block, weights[i], *window)
-                runs[i] = [*runs[i][-2:], own]  # a row that stands late in its window needs two of those before
+                runs[i] = [*runs[i][-2:], own]  # a row in the middle of its window needs two of the previous ones
             outputs.append(hidden)
             if keep_state or part is not parts[-1]:
                 move = (memory, runs[self.writer][-1], before[self.writer], previous)
@@ -256,14 +256,14 @@ class RecurrentLayer(SequenceLayer):
         return y, {**after, "length": windows.read(x)}
 
     def _start(self, batch: int, state: LayerState | None) -> Tensor:
-        """The vectors before the first window, [B, S, E]: the learned ones where nothing has been read."""
+        """The vectors before the first window, [B, S, E]: the learned ones for rows that have read nothing."""
         learned = self.cell.initial.to(state_dtype(self.cell.initial.dtype)).expand(batch, -1, -1)
         if state is None:
             return learned.clone()  # a state is a value: it must not change with the parameter
         return torch.where((state["length"] == 0)[:, None, None], learned, state["vectors"])
 
     def _moved_on(self, work: _Work, filled: bool | Tensor, vectors: Tensor, *window: Any) -> Tensor:
-        """The vectors after a window (what `StateCell.update` takes of it), in the rows that have read all of it."""
+        """The vectors after a window (the other arguments of `StateCell.update`), updated in rows that completed it."""
         if not isinstance(filled, Tensor):
             return work.update(self.cell, vectors, *window) if filled else vectors
         rows = filled.nonzero().squeeze(1)
@@ -277,7 +277,7 @@ class RecurrentLayer(SequenceLayer):
 
 
 class FeedbackLayer(RecurrentLayer):
-    """A whole stack of blocks that all read what one of them writes."""
+    """A stack of blocks that all read the vectors, which one of them writes."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, blocks=config.recurrent.blocks, writer=config.recurrent.block - 1)

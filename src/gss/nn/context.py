@@ -12,7 +12,7 @@ mixer first needs the state before its stretch. How it gets that state depends o
 Gradients go back the same way. States before and after a sequence are the same on all ranks, so pieces, lanes and
 prefill work as on one rank. Each rank has its part of the gradients; their sum over ranks is the whole.
 
-Layers need no code for this: the model passes them a `Stretch` in place of a state, as it does with `Documents`, and
+Layers need no code for this: as with `Documents`, the model passes them a `Stretch` in place of a state, and
 `across_ranks` around the mixer handles it.
 """
 
@@ -55,12 +55,12 @@ class Context:
         return gathered
 
     def send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
-        """Hand tensors to another rank."""
+        """Send tensors to another rank."""
         for tensor in tensors:
             dist.send(tensor.contiguous(), group=self.group, group_dst=rank)
 
     def receive(self, like: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
-        """Take tensors of known shapes from another rank."""
+        """Receive tensors of known shapes from another rank."""
         received = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like)
         for tensor in received:
             dist.recv(tensor, group=self.group, group_src=rank)
@@ -68,8 +68,8 @@ class Context:
 
 
 def shared_pieces(tokens: int, piece: int, context: Context | None) -> Iterator[tuple[int, int, Context | None]]:
-    """First token, length and ranks of the pieces that a sequence is read in: a piece per rank at a time, and the rest,
-    where a stretch could be shorter than what a layer looks back on, on every rank alike.
+    """The first token, length and ranks of each piece of a sequence. Ranks share pieces of `size · piece` tokens; what
+    is left at the end, where a stretch could be shorter than a layer's reach, every rank reads by itself.
     """
     at = 0
     while at < tokens:
@@ -85,7 +85,7 @@ class Stretch:
 
     context: Context
     position: Tensor
-    """[B, L], of each token in its document."""
+    """[B, L], the position of each token in its document."""
     state: Any = None
     documents: Documents | None = None
 
@@ -101,12 +101,12 @@ class Stretch:
         return y
 
     def last_document(self, x: Tensor) -> Tensor:
-        """The stretch with zeros before each row's last document, which alone has a part in the state after it."""
+        """The stretch with zeros before each row's last document, which alone contributes to the state after it."""
         return x if self.documents is None else self.documents.last(x)
 
 
-# Each of the following returns its first tensor as it came, besides what it exchanges. So the backward pass gets here
-# on every rank, whether it has a use for what it was given or not: where it did not, the others would wait for ever.
+# Each of the following also returns its first tensor unchanged. The backward pass therefore reaches it on every rank,
+# even on one that does not use what it received: otherwise the others would wait forever.
 
 
 class _Gather(torch.autograd.Function):
@@ -127,7 +127,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Tensors that the rank before sends; each has the shape of one that is given."""
+    """Tensors from the previous rank, of the shapes of `like`."""
 
     @staticmethod
     def forward(ctx: Any, context: Context, x: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Tensors for the rank after."""
+    """Tensors for the next rank."""
 
     @staticmethod
     def forward(ctx: Any, context: Context, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _Send(torch.autograd.Function):
 
 
 def by_decay(space: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-    """Where states add up. `space` has `left(x)`, the state that tokens alone leave, and `faded(state, tokens)`."""
+    """For states that add up. `space` has `left(x)`, the state after tokens alone, and `faded(state, tokens)`."""
     context, length = stretch.context, x.shape[1]
     left = space.left(stretch.last_document(x))
     x, gathered = _Gather.apply(context, x, left)
@@ -172,7 +172,7 @@ def by_decay(space: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: 
 
 
 def by_recent(layer: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> Outputs:
-    """Where the state holds recent tokens, `layer.reach` of them at most."""
+    """For states that hold recent tokens, at most `layer.reach` of them."""
     context, length, reach = stretch.context, x.shape[1], layer.reach
     if reach is None:
         raise ValueError(
@@ -203,7 +203,7 @@ def by_recent(layer: Any, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state:
 
 
 def in_turn(layer: SequenceLayer, mixer: Mixer, x: Tensor, stretch: Stretch, keep_state: bool) -> Outputs:
-    """Where a state depends on the one before it in any way: one rank after the other."""
+    """For any other state: one rank after another."""
     context, state = stretch.context, stretch.state
     if stretch.documents is not None:
         raise ValueError("ranks cannot share packed rows in a block-recurrent model: set parallel.context=1")
@@ -224,8 +224,8 @@ def in_turn(layer: SequenceLayer, mixer: Mixer, x: Tensor, stretch: Stretch, kee
 
 
 def across_ranks(way: Callable[..., Any]) -> Callable[[Mixer], Mixer]:
-    """Decorates a mixer, (self, x, state, keep_state) → (y, state): given a `Stretch` for a state, it finds the state
-    before the stretch in one of the ways above. x is as in `gss.nn.documents.each_document_alone`.
+    """Decorates a mixer as in `each_document_alone`: given a `Stretch` as the state, it finds the state before the
+    stretch in one of the ways above.
     """
 
     def decorate(mixer: Mixer) -> Mixer:

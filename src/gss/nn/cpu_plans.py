@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gss.nn.attention import TransformerBlock
-from gss.nn.decode_plans import AttentionPlan, RowBuffer, StateSpacePlan
+from gss.nn.attention_plan import AttentionPlan
+from gss.nn.decode_plans import RowBuffer, StateSpacePlan
 from gss.nn.decoding import Block, DecodePlan
 from gss.nn.dense import FeedForward
 from gss.nn.gss import GSSLayer
@@ -23,16 +24,16 @@ from gss.ops import cpu, matrix_state
 from gss.ops.positions import rotary_frequencies
 from gss.ops.products import MOST_ROWS, matrix, suits
 
-# Numbers in a vector register of the C functions.
+# Floats in a vector register of the C functions.
 _LANES = 16
-# `struct cache` of kernels.c: a row's keys and values; the tokens that it has room for, and those that it has read.
+# `struct cache` of kernels.c: a row's keys and values, the tokens for which it has room, and the tokens read.
 _CACHE = cpu.record(*"ppll")
 
 
 def usable(layer: nn.Module, *activations: str) -> bool:
-    """Whether the C functions are there and know a layer's precision, products and activations."""
+    """Whether the C functions are available and support a layer's precision, products and activations."""
     dense = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    plain = all(type(module) in (nn.Linear, QuantizedLinear) for module in dense)  # none with something on top
+    plain = all(type(module) in (nn.Linear, QuantizedLinear) for module in dense)  # no LoRA
     precise = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in layer.parameters())
     if not (plain and precise) or cpu.library() is None:
         return False
@@ -40,9 +41,9 @@ def usable(layer: nn.Module, *activations: str) -> bool:
 
 
 def _call(name: str, types: str, struct: ctypes.Structure, x: Tensor, *arguments: Any) -> Tensor | None:
-    """A layer's outputs [B, L, E] by a C function of its structure, B, L, arguments of these types, x and the outputs.
+    """A layer's outputs [B, L, E] from the C function (struct, B, L, arguments of these types, x, outputs).
 
-    None where PyTorch must compute them.
+    None if PyTorch must compute them.
     """
     found = cpu.function(name, f"pll{types}pp")
     if found is None or len(x) * x.shape[1] > MOST_ROWS or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
@@ -54,7 +55,7 @@ def _call(name: str, types: str, struct: ctypes.Structure, x: Tensor, *arguments
 
 
 def _tensors(layer: nn.Module) -> list[Tensor]:
-    """What structures point to, to be kept alive beside them: a layer may be given other tensors."""
+    """The tensors that a structure points to, to keep them alive even if the layer gets other ones."""
     return [tensor.detach() for tensor in (*layer.parameters(), *layer.buffers())]
 
 
@@ -74,8 +75,6 @@ def _feedforward(layer: FeedForward) -> ctypes.Structure:
 
 
 class CompiledGSSPlan(StateSpacePlan):
-    """A GSS layer."""
-
     def __init__(self, layer: GSSLayer, state: LayerState, block: Block) -> None:
         super().__init__(layer, state, block)
         self._space, self._kept = self._spaces["modes"], _tensors(layer)
@@ -91,12 +90,12 @@ class CompiledGSSPlan(StateSpacePlan):
 
 
 class CompiledGSS2Plan(DecodePlan):
-    """A GSS2 layer. Every token of a step leaves a state of its own, so that the last ones can be taken back."""
+    """A GSS2 layer. It keeps the state after every token of a step, so that the last tokens can be taken back."""
 
     def __init__(self, layer: GSS2Layer, state: LayerState) -> None:
         self._layer, self._kept, self._at = layer, _tensors(layer), 0
         space, taps = layer.state_space, layer.short.taps
-        # Both are those after the first token of a step; those after the others follow, of a row alone.
+        # Both are the state after the first token of a step; `_ahead` has those after further tokens of a single row.
         self._states = RowBuffer(state["modes"].clone())
         self._recent = RowBuffer(self._after_one(state["recent"]))
         self._ahead = state["modes"].new_empty(0)
@@ -113,7 +112,7 @@ class CompiledGSS2Plan(DecodePlan):
 
     @staticmethod
     def fits(layer: GSS2Layer) -> bool:
-        """Whether the C functions know this layer, and are there."""
+        """Whether the C functions are available and support this layer."""
         widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
         return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
 
@@ -131,7 +130,7 @@ class CompiledGSS2Plan(DecodePlan):
         return y
 
     def ahead(self) -> int:
-        return 1 if torch.is_autocast_enabled("cpu") else MOST_ROWS  # only C keeps a state for every token
+        return 1 if torch.is_autocast_enabled("cpu") else MOST_ROWS  # only the C function keeps a state per token
 
     def rewind(self, count: int) -> None:
         self._at -= count
@@ -158,7 +157,7 @@ class CompiledGSS2Plan(DecodePlan):
         self._recent.tensor.copy_(self._after_one(state["recent"]))
 
     def _settle(self) -> None:
-        """Let the state be that after the first token of a step."""
+        """Make the present state the one after the first token of a step."""
         if self._at:
             self._put(self._now())
             self._at = 0
@@ -168,8 +167,6 @@ class CompiledGSS2Plan(DecodePlan):
 
 
 class CompiledAttentionPlan(AttentionPlan):
-    """A Transformer block."""
-
     def __init__(self, layer: TransformerBlock, state: LayerState) -> None:
         super().__init__(layer, state)
         self._frequency, self._kept = None, _tensors(layer)
@@ -184,7 +181,7 @@ class CompiledAttentionPlan(AttentionPlan):
 
     @staticmethod
     def fits(layer: TransformerBlock) -> bool:
-        """Whether the C functions know this layer, and are there."""
+        """Whether the C functions are available and support this layer."""
         plain = layer.query_norm is None and not layer.head_width % _LANES
         return plain and usable(layer, layer.feedforward.activation)
 

@@ -1,8 +1,7 @@
-"""The plans that a layer supplies to a decoder: one for any device, and one for GPUs if it has kernels.
+"""The interfaces of the plans by which a decoder runs layers: one for any device, and one for GPU kernels.
 
-A decoder uses only these plans, not the layers themselves. All plans of a model share one `Block`: tokens are counted
-in blocks, and at the end of each, plans that have only collected inputs fold them into their state. Rows are the
-sequences of the batch; they join and leave between steps.
+All plans of a model share one `Block`: tokens are counted in blocks, and at the end of each, plans that have only
+collected inputs fold them into their state. Rows are the sequences of the batch; they join and leave between steps.
 """
 
 import copy
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """How far a decoder is in a block of tokens, and where in the block each of its rows joined."""
+    """The position of a decoder in its block of tokens, and where in the block each row joined."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -28,11 +27,10 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
         return len(self.joined)
 
     def join(self, rows: int) -> None:
-        """Add rows; the first ones begin a block."""
+        """Append rows; the first ones begin a block."""
         if not self.joined:
             self.read = 0
         self.joined += [self.read] * rows
@@ -42,13 +40,13 @@ class Block:
         self.joined = [self.joined[row] for row in rows]
 
     def begin(self) -> None:
-        """The next block, once the last one is folded."""
+        """Begin the next block, after the last one was folded."""
         self.read = 0
         self.joined = [0] * len(self.joined)
 
 
 def without_gaps(gone: Sequence[bool]) -> list[int]:
-    """An order of the rows that stay: the last ones take the places of those that go, so that few rows move."""
+    """The remaining rows in a new order: the last ones fill the gaps, so that few rows move."""
     order = list(range(len(gone)))
     for place in reversed(range(len(gone))):
         if gone[place]:
@@ -59,7 +57,7 @@ def without_gaps(gone: Sequence[bool]) -> list[int]:
 
 
 class DecodePlan:
-    """One layer that reads token by token: with its own `forward` here, faster in `gss.nn.decode_plans`."""
+    """A layer that reads token by token, here with its own `forward`; `gss.nn.decode_plans` has faster ones."""
 
     def __init__(self, layer: Any, state: dict[str, Tensor]) -> None:
         self._layer, self._state = layer, state
@@ -70,22 +68,22 @@ class DecodePlan:
         return y
 
     def ahead(self) -> int:
-        """How many tokens of a row alone can be read in a step so that the last of them can be taken back."""
+        """How many tokens of a single row a step can read such that `rewind` can take back the last of them."""
         return 1
 
     def rewind(self, count: int) -> None:
-        """Take back the last tokens of a step, not all; the block's own cursor is the decoder's to move."""
-        assert not count, "a single token is never taken back"
+        """Take back the last `count` tokens of a step, but not all of them; the decoder moves the block's cursor."""
+        assert not count, "the first token of a step is never taken back"
 
     def fold(self) -> None:
-        """Take a full block of tokens into the state, if the plan has not done so at every token."""
+        """Fold a full block of tokens into the state, unless every step updates it."""
 
     def state(self) -> dict[str, Tensor]:
-        """The state after what has been read."""
+        """The state after the tokens read so far."""
         return self._state
 
     def join(self, state: dict[str, Tensor]) -> None:
-        """Add the rows of a state, after those that are there."""
+        """Append the rows of a state."""
         self._state = {name: join_rows([tensor, state[name]]) for name, tensor in self._state.items()}
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -94,7 +92,7 @@ class DecodePlan:
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate over the batch; what grows with reading (dimension 1 of a key cache) is padded to the longest."""
+    """Concatenate over the batch, padding dimensions that grow with what was read (the length of a key cache)."""
     sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     padded = []
     for tensor in tensors:
@@ -105,16 +103,17 @@ def join_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class GPUPlan:
-    """One layer's weights as the kernels of a GPU read them and, `on` a stream, its buffers and its launches.
+    """A layer's weights in the layout of the GPU kernels and, `on` a stream, its buffers and its launches.
 
-    The weights are shared by the buffers of every batch size. A CUDA graph holds the launches, so every call works on
-    the same memory. Rows are named by their places.
+    The buffers of every batch size share the weights. The launches are captured in a CUDA graph, so every call works on
+    the same memory. Rows are identified by their places in the buffers.
     """
 
     stream: "Stream"
     drafts = False
-    """Whether a placed plan can be put `on` a draft of its one row, with the same state, to read tokens of which the
-    last may be taken back: what it writes lies beyond its counters and the place in the block."""
+    """Whether the plan supports drafts: put `on` a draft of its single row, with the same state, it reads tokens of
+    which the last may be taken back, because it writes only beyond its counters and the place in the block.
+    """
 
     def on(self, stream: "Stream") -> Self:
         """This plan with buffers for the rows of a stream."""
@@ -127,14 +126,14 @@ class GPUPlan:
         """Make the buffers."""
 
     def launch(self) -> None:
-        """Read the next token of every row: from the stream, and added to it."""
+        """Read the next token of every row from the residual stream, and add the outputs to it."""
 
     def fold(self, late: bool) -> None:
-        """Take a full block of tokens into the state; `late`: some rows joined within the block."""
+        """Fold a full block of tokens into the state; `late`: some rows joined within the block."""
 
     def put(self, state: dict[str, Tensor], places: Tensor, block: Block) -> None:
-        """Let the rows of a state begin here, in these places."""
+        """Put the rows of a state in these places."""
 
     def state(self, places: Tensor, block: Block) -> dict[str, Tensor]:
-        """The state of these rows, the first that joined the block, after what has been read."""
+        """The state after the tokens read so far of these rows, the first ones of the block."""
         raise NotImplementedError

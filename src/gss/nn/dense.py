@@ -13,8 +13,8 @@ def dense(
 ) -> nn.Linear:
     """A linear layer, Xavier-uniform with zero bias; `blocks` stacks that many such layers in one product.
 
-    Whether there is a bias is the config's to say, unless `bias` does. `last` marks what a layer adds to the residual
-    stream, which the config may start at zero.
+    `bias` overrides the config's choice. `last` marks products that are added to the residual stream, which the config
+    may initialize with zero.
     """
     layer = nn.Linear(inputs, outputs * blocks, bias=config.bias if bias is None else bias)
     layer.blocks = blocks  # type: ignore[assignment]  # Muon takes each for a matrix of its own

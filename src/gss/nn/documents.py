@@ -1,4 +1,4 @@
-"""Several documents in one row: where tokens mix, each document becomes a row of its own, and is put back afterwards.
+"""Several documents in one row: for operations that mix tokens, each document becomes a row of its own.
 
 Operations on single tokens (dense layers, norms: nearly all the work) run on the packed rows as they are. Only the
 mixers, convolutions or attention, see the documents as separate rows, so no document reaches another. Documents are
@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_map
 
 
 class Documents:
-    """Where documents lie in packed rows, from a mask `starts` [B, L] that is true at each one's first token.
+    """The places of documents in packed rows, from a mask `starts` [B, L] that is true at their first tokens.
 
-    The first column counts as a start whether marked or not: nothing is carried into packed rows. Where
-    several `ranks` have a stretch of each row, these are the documents in that of `rank`, the first of which may have
-    begun in another.
+    The first column always counts as a start, since packed rows carry no state. If several `ranks` hold a stretch of
+    each row, these are the documents in the stretch of `rank`, of which the first may have begun in another stretch.
     """
 
     def __getitem__(self, name: str) -> "Documents":
@@ -82,8 +81,8 @@ def _since(starts: Tensor) -> Tensor:
 
 
 def each_document_alone(mixer: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a mixer, (self, x, state, keep_state) → (y, state): given `Documents` for a state, it reads each of
-    them from its start, and returns an empty state. x is [B, L, …].
+    """Decorates a mixer, (self, x, state, keep_state) → (y, state), with x [B, L, …]: given `Documents` as the state,
+    it reads each of them from its start and returns an empty state.
     """
 
     @functools.wraps(mixer)

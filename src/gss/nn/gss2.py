@@ -74,7 +74,7 @@ class GSS2Layer(SequenceLayer):
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
 
     def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
-        """`mix` by kernels alone."""
+        """`mix` with GPU kernels."""
         from gss.ops.gpu.short import short_mix
 
         space = self.state_space
@@ -125,7 +125,7 @@ class ShortConvolution(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens that are kept for later ones."""
+        """Tokens that the state holds."""
         return len(self.taps) - 1
 
     @across_ranks(by_recent)
@@ -136,11 +136,11 @@ class ShortConvolution(nn.Module):
         length = x.shape[1]
         y = sum(known[:, before - k : before - k + length] * tap.to(x.dtype) for k, tap in enumerate(self.taps))
         assert isinstance(y, Tensor)
-        # A copy, so that a state does not hold on to the whole piece.
+        # A copy, so that the state does not keep the whole piece alive.
         return y, {"recent": known[:, length:].to(state_dtype(self.taps.dtype), copy=True)} if keep_state else {}
 
     def kept(self, x: Tensor, recent: Tensor | None) -> Tensor:
-        """The tokens that `forward` keeps for the next piece."""
+        """The recent tokens after a piece, as `forward` returns them."""
         before = x.new_zeros(len(x), self.reach, x.shape[2]) if recent is None else recent.to(x.dtype)
         known = torch.cat([before, x[:, -self.reach :]], dim=1)
         return known[:, known.shape[1] - self.reach :].to(state_dtype(self.taps.dtype))
@@ -170,14 +170,14 @@ class KeyedStateSpace(StateSpace):
 
     @torch.no_grad()
     def stretch(self, factor: float) -> None:
-        """Divide λ by a factor: modes remember so many times as long. D shrinks as what they write does."""
+        """Divide λ by a factor, which multiplies all time constants. D shrinks with what modes write."""
         self.log_decay.sub_(math.log(factor))
         self.log_frequency.sub_(math.log(factor))
         self.skip.div_(math.sqrt(factor))
 
     @torch.no_grad()
     def responses(self, length: int) -> Tensor:
-        """Each mode's, [h·N, L], where query and key are the same unit vector."""
+        """The response of each mode, [h·N, L], if query and key are the same unit vector."""
         rate = self.rate().flatten(1).unsqueeze(-1)  # [2, h·N, 1]
         response, _ = matrix_state.powers(rate, torch.arange(length, device=rate.device))
         return torch.sqrt(-torch.expm1(2 * rate[0])) * response
@@ -192,22 +192,22 @@ class KeyedStateSpace(StateSpace):
             return matrix_state.scan(*self._split(x, rate), rate, state, skip=self.skip)
 
     def left(self, x: Tensor) -> Tensor:
-        """The S that queries, keys and values leave where there was none before."""
+        """S after queries, keys and values, starting from an empty one."""
         with torch.autocast(x.device.type, enabled=False):
             rate = self.rate()
             _, keys, values = self._split(x, rate)
             return matrix_state.left(keys, values, rate)
 
     def faded(self, state: Tensor, tokens: int) -> Tensor:
-        """S so many tokens later, were they all zero."""
+        """S after this many further tokens, all zero."""
         return matrix_state.decayed(state, self.rate(), tokens)
 
     def energy(self, rate: Tensor) -> Tensor:
-        """What normed keys are multiplied by, [h, 2N]."""
+        """The factor of normed keys, [h, 2N]."""
         return torch.sqrt(-torch.expm1(2 * rate[0])).repeat(1, 2)
 
     def scales(self, rate: Tensor) -> Tensor:
-        """What normed queries and keys of each head are multiplied by, [2h, 2N] float32."""
+        """The factors of each head's normed queries and keys, [2h, 2N] float32."""
         energy = self.energy(rate)
         return torch.cat([torch.full_like(energy, 1 / math.sqrt(2 * self.modes)), energy]).float()
 

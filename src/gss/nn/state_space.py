@@ -21,14 +21,14 @@ from gss.ops.state_space import carried_output, convolve, discretize, eigenvalue
 
 
 class StateSpace(nn.Module):
-    """Modes that decay: every parameter of such a module is a "state-space parameter" to the optimizer."""
+    """Decaying modes. To the optimizer, every parameter of such a module is a "state-space parameter"."""
 
     def time_constants(self) -> Tensor:
         """Tokens after which each mode has faded to 1/e, float64."""
         raise NotImplementedError
 
     def responses(self, length: int) -> Tensor:
-        """What each channel or mode adds to the next L outputs after an input of 1: [channels, L]."""
+        """The impulse response of each channel or mode over the next L outputs: [channels, L]."""
         raise NotImplementedError
 
 
@@ -48,7 +48,7 @@ class DiagonalStateSpace(StateSpace):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new parameters as the config's init fields say."""
+        """Draw new parameters according to the config's init fields."""
         if self.skip.is_meta:
             return  # nothing to draw, and drawing would import the compiler's arithmetic on shapes
         config = self.config
@@ -62,13 +62,14 @@ class DiagonalStateSpace(StateSpace):
         self.readout.mul_(self._readout_scale().unsqueeze(-1))
 
     def discretized(self) -> tuple[Tensor, Tensor]:
-        """(C·B̄ [H, N] in the compute precision, log Ā [G, N] complex128): all that the arithmetic needs."""
+        """(C·B̄ [H, N] in the compute precision, log Ā [G, N] complex128)."""
         log_a, drive = discretize(self.eigenvalues(), self.log_step, self.config.discretization)
         kind = state_dtype(self.readout.dtype)
         return torch.view_as_complex(self.readout.to(kind)) * drive.to(kind.to_complex()), log_a
 
     def mixing_flops(self, length: int) -> float:
-        """Two real FFTs of size 2L and the product between, per token; what the batch shares is left out."""
+        """Two real FFTs of size 2L and the product between them, per token; the kernel, which the batch shares, is not
+        counted."""
         size = 2 * length
         return self.channels * (2 * 2.5 * size * math.log2(size) + 3 * size) / length
 
@@ -84,7 +85,7 @@ class DiagonalStateSpace(StateSpace):
 
     @torch.no_grad()
     def time_constants(self) -> Tensor:
-        """Tokens after which each mode has faded to 1/e: N, or H·N where each channel has its own Δ, float64."""
+        """Tokens after which each mode has faded to 1/e: N, or H·N if each channel has its own Δ, float64."""
         return (-1 / self.discretized()[1].real).flatten()
 
     @torch.no_grad()
@@ -97,7 +98,7 @@ class DiagonalStateSpace(StateSpace):
     def forward(self, u: Tensor, state: Any = None, keep_state: bool = True) -> tuple[Tensor, Tensor | None]:
         """u [B, L, H] and a state [B, H, N, 2] → y [B, L, H] in the state's precision, and the next state.
 
-        In the reduced precision of autocast, on a GPU with the kernels for it, y has that precision too.
+        With GPU kernels under autocast, y has the reduced precision.
         """
         kind = fast.half(u)
         if kind is None or u.shape[1] == 1:
@@ -105,7 +106,7 @@ class DiagonalStateSpace(StateSpace):
         return self._mix_on_gpu(u.to(kind), state, keep_state)
 
     def left(self, u: Tensor) -> Tensor:
-        """The state that u [B, L, H] leaves where there was none before."""
+        """The state after u [B, L, H], starting from an empty one."""
         kind = fast.half(u)
         if kind is not None and self.log_step is None:  # a second convolution costs less than products in float32
             after = self._mix_on_gpu(u.to(kind), None, True)[1]
@@ -120,8 +121,8 @@ class DiagonalStateSpace(StateSpace):
         return torch.view_as_real(before * transition(self.discretized()[1] * tokens, before.dtype))
 
     def _mix_on_gpu(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        """By kernels that want channels first: the paper's form always, others where one row of the FFT holds the
-        signal and no state is asked for.
+        """With kernels, whose layout has channels first. They handle the paper's form always, and other forms if one
+        row of the FFT holds the signal and there is no state.
         """
         from gss.ops.gpu import fft, long
         from gss.ops.gpu.transpose import swapped
@@ -135,7 +136,7 @@ class DiagonalStateSpace(StateSpace):
             return swapped(fft.convolve_rows(swapped(u), self.taps(row))), None
         return self._mix(u, state, keep_state)
 
-    @fast.uncompiled  # complex arithmetic is not the compiler's: one break in a compiled layer instead of many
+    @fast.uncompiled  # the compiler lacks complex arithmetic: one graph break per layer instead of many
     def _mix(self, u: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state_dtype(self.readout.dtype))
@@ -152,11 +153,11 @@ class DiagonalStateSpace(StateSpace):
             return y, torch.view_as_real(final_state(u, log_a, before)) if keep_state else None
 
     def _readout_scale(self) -> Tensor:
-        """What N(0,1) draws of C are multiplied by, per mode."""
+        """The factor of the N(0,1) draws of C, per mode."""
         modes, kind = self.config.modes, self.config.readout_init
         if kind in ("unit", "inverse_sqrt", "inverse"):
             return torch.full((modes,), {"unit": 1.0, "inverse_sqrt": modes**-0.5, "inverse": 1 / modes}[kind])
-        # Each mode's Σ_k |C B̄ Ā^k|² is made 1/N. With a Δ per channel, for the geometric middle of its range.
+        # Each mode's Σ_k |C B̄ Ā^k|² becomes 1/N. With a Δ per channel, at the geometric mean of its range.
         span = self.config.step_range
         log_step = torch.tensor([math.log(math.prod(span)) / 2]) if span else None
         log_a, drive = discretize(self.eigenvalues(), log_step, self.config.discretization)
@@ -169,7 +170,7 @@ class DiagonalStateSpace(StateSpace):
 
 
 class StateSpaceLayer(SequenceLayer):
-    """A layer whose tokens mix in state spaces alone: what GSS and DSS have in common."""
+    """A layer that mixes tokens only in state spaces: the common part of GSS and DSS."""
 
     def spaces(self) -> dict[str, DiagonalStateSpace]:
         """The state spaces by the names of their states."""
@@ -191,7 +192,7 @@ def skew_hippo_frequencies(modes: int) -> Tensor:
     """The positive imaginary parts of the eigenvalues of HiPPO's skew-symmetric part, ascending: [N] float64."""
     scale = torch.sqrt(2 * torch.arange(2 * modes, dtype=torch.float64) + 1)
     lower = torch.tril(torch.outer(scale, scale), diagonal=-1)
-    # i·(M − Mᵀ)/2 is Hermitian with the same eigenvalues, turned onto the real line.
+    # i·(M − Mᵀ)/2 is Hermitian with the same eigenvalues, rotated onto the real line.
     eigenvalue = torch.linalg.eigvalsh(1j * (lower - lower.T) / 2)
     return eigenvalue[modes:]
 

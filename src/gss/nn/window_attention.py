@@ -23,11 +23,11 @@ BUCKETS = 32
 MOST_DISTANCE = 128
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of some tokens, [B, tokens, h, d] each."""
+"""Keys and values of some tokens, [B, tokens, h, d] each."""
 
 
 def distance_buckets(distance: Tensor) -> Tensor:
-    """T5's buckets of distances ≥ 0, one direction: half of them exact, then logarithmic, the last from 128 on."""
+    """T5's one-directional buckets of distances ≥ 0: half of them exact, then logarithmic, the last from 128."""
     exact = BUCKETS // 2
     ratio = distance.clamp(min=exact).double() / exact
     logarithmic = exact + (ratio.log() / math.log(MOST_DISTANCE / exact) * (BUCKETS - exact)).long()
@@ -41,7 +41,7 @@ def unit(x: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[B, Q, h, d] over [B, K, h, d]; `bias` [B or 1, h or 1, Q or 1, K] is added to q·k, or masks where bool."""
+    """[B, Q, h, d] over [B, K, h, d]; `bias` [B or 1, h or 1, Q or 1, K] is added to q·k, or is a bool mask."""
     if bias is not None and bias.dtype != torch.bool:
         bias = bias.to(values.dtype)
     queries, keys, values = (t.to(values.dtype).transpose(1, 2) for t in (queries, keys, values))
@@ -64,14 +64,14 @@ class WindowAttention(nn.Module):
         self.scale = nn.Parameter(torch.ones(heads))  # s
         self.table = nn.Parameter(torch.empty(BUCKETS, heads))  # b
         nn.init.xavier_uniform_(self.table)
-        # From query to key, by key slot − query slot + W − 1.
+        # The distance from query to key, by key slot − query slot + W − 1.
         distance = torch.arange(2 * window - 1, -window, -1)  # [3W − 1]
         unseen = (distance < 1) | (distance > (2 * window if whole_previous else window))
         self.register_buffer("bucket", distance_buckets(distance.clamp(min=0)), persistent=False)
         self.register_buffer("unseen", unseen, persistent=False)
 
     def bias(self, windows: Windows, slots: int, dtype: torch.dtype | None = None) -> Tensor:
-        """What is added to q·k, sink included: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
+        """The bias of q·k, including the sink: [1, h, slots, W + slots], or [B, h, 1, 2W] for single tokens."""
         # b·|s| for every distance, −∞ where it is not seen: [h, 3W − 1]
         by_distance = (self.table[self.bucket] * self.scale.abs()).T.masked_fill(self.unseen, -torch.inf)
         if windows.single:
@@ -80,17 +80,17 @@ class WindowAttention(nn.Module):
             column = start.unsqueeze(1) + torch.arange(2 * self.window, device=start.device)
             bias = by_distance[:, column].transpose(0, 1).unsqueeze(2)
         else:
-            # Every row is the one above it moved by one: windows over one vector, the last row first.
+            # Every row is the one above it shifted by one: strided windows over one vector, the last row first.
             diagonals = by_distance[:, self.window - slots : 2 * self.window + slots - 1]
             bias = diagonals.unfold(1, self.window + slots, 1).flip(1).unsqueeze(0)
-        return F.pad(bias[..., :-1], (0, 1)).to(dtype)  # the last slot is seen by no query: the sink takes its place
+        return F.pad(bias[..., :-1], (0, 1)).to(dtype)  # no query sees the last slot: it becomes the sink
 
     def in_window(
         self, queries: Tensor, own: KeysValues, before: KeysValues, bias: Tensor, previous: bool | Tensor
     ) -> Tensor:
-        """Queries [B, Q, h, d] of one window over its own tokens and, in the rows [B] with one, the window `before`.
+        """Queries [B, Q, h, d] of one window over its own tokens and those of the window `before`.
 
-        `previous` says which: a bool where it is the same for all.
+        `previous` [B] says which rows have a window before; a bool if it is the same for all.
         """
         if previous is False:
             keys, values = (_with_sink(tensor) for tensor in own)
@@ -99,7 +99,7 @@ class WindowAttention(nn.Module):
         attended = attend(queries, keys, values, bias)
         if not isinstance(previous, Tensor):
             return attended
-        # A mask per row would take a bias per row; a second pass over half of the keys is less.
+        # A mask per row would need a bias per row; a second pass over half of the keys costs less.
         alone = self.in_window(queries, own, before, bias, False)
         return torch.where(previous[:, None, None, None], attended, alone)
 
@@ -136,7 +136,7 @@ class WindowAttention(nn.Module):
 
 
 def _with_sink(*runs: Tensor, slots: int = 1) -> Tensor:
-    """Keys or values put together along the dimension `slots`, zeros in place of the last slot, which no query sees."""
+    """Concatenate keys or values along the dimension `slots`, with zeros in the last slot, which no query sees."""
     *before, last = runs
     kept = last.shape[slots] - 1
     sink = torch.zeros_like(last.narrow(slots, kept, 1))
@@ -144,10 +144,10 @@ def _with_sink(*runs: Tensor, slots: int = 1) -> Tensor:
 
 
 class WindowBlock(nn.Module):
-    """A Transformer block of this family: norm → attention → dense → added, then a feed-forward.
+    """A Transformer block of this family: x + dense(attention(norm(x))), then a feed-forward.
 
-    With `reads_state` it also attends to a recurrent state, with queries of its own; what both give is put side by
-    side before the dense layer.
+    With `reads_state` it also attends to a recurrent state, with separate queries; both results are concatenated before
+    the dense layer.
     """
 
     def __init__(self, config: ModelConfig, *, whole_previous: bool = False, reads_state: bool = False) -> None:
@@ -164,11 +164,11 @@ class WindowBlock(nn.Module):
         self.feedforward = FeedForward(config)
 
     def project(self, x: Tensor) -> Tensor:
-        """Queries, keys, values and, with `reads_state`, its queries of tokens [B, L, E]: [B, L, 3 or 4, h, d]."""
+        """x [B, L, E] → queries, keys, values and, with `reads_state`, queries of the state: [B, L, 3 or 4, h, d]."""
         return self.projection(self.dropout(self.norm(x))).unflatten(-1, (-1, self.heads, self.head_width))
 
     def scaled(self, projected: Tensor) -> list[Tensor]:
-        """What `project` gives, apart: [B, L, h, d] each. Queries are scaled, and keys have length 1."""
+        """The results of `project` one by one, [B, L, h, d] each, with queries scaled and keys of length 1."""
         queries, keys, values, *second = projected.unbind(2)
         queries, keys = unit(queries, self.attention.scale).to(values.dtype), unit(keys).to(values.dtype)
         return [queries, keys, values, *(unit(query, self.state_scale) for query in second)]
@@ -182,7 +182,7 @@ class WindowBlock(nn.Module):
         previous: bool | Tensor,
         kept: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, KeysValues]:
-        """One window's tokens, over a recurrent state's `memory` too; returns the window's keys and values as well.
+        """The outputs of one window's tokens, which also attend to `memory`; and the window's keys and values.
 
         `before` and `previous` are as in `in_window`, `kept` as `Windows.kept` gives it.
         """
@@ -195,11 +195,11 @@ class WindowBlock(nn.Module):
         return self.finish(x, attended, attend(state_queries, *memory)), (keys, values)
 
     def finish(self, x: Tensor, *attended: Tensor) -> Tensor:
-        """The block's output from its input and what was attended to, [B, L, h, d] each."""
+        """The block's output from its input and the attention outputs, [B, L, h, d] each."""
         return self.feedforward(x + self.output(torch.cat([part.flatten(2) for part in attended], dim=-1)))
 
     def cache_slot(self) -> Slot:
-        """What the keys, and the values, of two windows look like in a state."""
+        """The slot of the keys, or the values, of two windows."""
         return Slot((2 * self.attention.window, self.heads, self.head_width))
 
 
@@ -227,7 +227,7 @@ class SlideLayer(SequenceLayer):
     @across_ranks(by_recent)
     @each_document_alone
     def _attend(self, projected: Tensor, state: LayerState | None = None, keep_state: bool = True) -> Outputs:
-        """What each token attends to, [B, L, h, d], from the block's projections; and the state after them."""
+        """The attention output [B, L, h, d] from the block's projections, and the state after them."""
         queries, keys, values = self.block.scaled(projected)
         cached: dict[str, Tensor | None] = {**state} if state else dict.fromkeys(self.state_slots())
         windows = Windows(self.block.attention.window, queries.shape[1], cached["length"])
@@ -246,8 +246,8 @@ class SlideLayer(SequenceLayer):
 class XLLayer(SlideLayer):
     """Transformer-XL's cache: a token sees all of the window before its own, and its own window up to itself.
 
-    Windows are counted from a sequence's start. Trained in lanes with rows of one window this is Transformer-XL as
-    published, the gradient ending at the cache; in longer rows it flows from window to window.
+    Windows are counted from the start of the sequence. Trained in lanes with rows of one window, this is Transformer-XL
+    as published, in which gradients stop at the cache; in longer rows they flow from window to window.
     """
 
     whole_previous = True

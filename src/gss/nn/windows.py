@@ -1,8 +1,8 @@
-"""Where tokens lie in windows of W: the bookkeeping of layers whose memory advances one window at a time.
+"""Indices of tokens in windows of W, for layers whose memory advances one window at a time.
 
-A cache holds 2W slots per row: the window before the current one, then the current one as far as it has been read,
-zeros beyond. A piece of any length is laid out after what its row has read; rows may stand at different places in
-their windows. Knows indices alone: nothing of attention, parameters or what the slots hold.
+A cache holds 2W slots per row: the previous window, then the current one as far as it has been read, then zeros. A
+piece of any length is placed after the tokens that its row has read; rows may be at different places in their windows.
+This module knows only indices, not attention, parameters or the contents of slots.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 class Windows:
-    """A piece of `length` tokens in windows, for rows that have read `position` [B] tokens (None: all at the start).
+    """A piece of `length` tokens in windows, for rows that have read `position` [B] tokens (None: none).
 
-    Slots are counted from the start of the window that a row stands in: token i of row b lies in slot offset_b + i.
+    Slots are counted from the start of a row's current window: token i of row b is in slot offset_b + i.
     """
 
     def __init__(self, window: int, length: int, position: Tensor | None = None) -> None:
         self.window, self.length, self.position = window, length, position
         self.single = position is not None and length == 1
-        """One token per row: it is computed alone, wherever in its window it lies."""
+        """Whether there is one token per row, which is then computed alone, wherever in its window it is."""
         self.offset: Tensor | None = None
         self.index: Tensor | None = None
-        """[B, L], every token's slot; None when rows are laid out as they are, from slot 0 on."""
+        """[B, L], every token's slot; None if all rows begin in slot 0."""
         shift = 0
         if position is not None:
             self.offset = position % window
@@ -32,9 +32,9 @@ class Windows:
             if self.single or shift:
                 self.index = self.offset.unsqueeze(1) + torch.arange(length, device=position.device)
         self.slots = shift + length
-        """How many slots the piece spans; the current window for a single token."""
+        """The slots that the piece spans; for a single token, those of the current window."""
         self.done = length // window * window
-        """How many slots, counted from the window before the piece, no later piece needs in any row."""
+        """The slots, counted from the window before the piece, that no later piece needs in any row."""
 
     @property
     def parts(self) -> list[slice]:
@@ -42,13 +42,13 @@ class Windows:
         return [slice(s, min(s + self.window, self.slots)) for s in range(0, self.slots, self.window)]
 
     def spread(self, x: Tensor) -> Tensor:
-        """[B, L, …] in its slots, zeros elsewhere; a single token stays alone."""
+        """[B, L, …] in its slots, with zeros elsewhere; a single token stays as it is."""
         if self.index is None or self.single:
             return x
         return x.new_zeros(x.shape[0], self.slots, *x.shape[2:]).scatter(1, expand_index(self.index, x), x)
 
     def collect(self, y: Tensor) -> Tensor:
-        """The tokens out of their slots again: the inverse of `spread`."""
+        """The inverse of `spread`: the tokens from their slots."""
         return y if self.index is None or self.single else y.gather(1, expand_index(self.index, y))
 
     def join(self, cached: Tensor | None, new: Tensor) -> Tensor:
@@ -61,9 +61,8 @@ class Windows:
         return room.scatter(1, expand_index(self.index + self.window, new), new)
 
     def kept(self, part: slice, caches: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...] | None]:
-        """Which of a window's slots the piece fills, [B, slots, 1, 1], and what caches [B, 2W, …] hold in all of them.
-
-        For each group of caches; None where the piece fills all slots.
+        """For each group of caches [B, 2W, …]: a mask [B, slots, 1, 1] of the slots of a window that the piece fills,
+        and the caches' contents of that window. None if the piece fills all slots.
         """
         if self.index is None:
             return [None] * len(caches)
@@ -73,9 +72,9 @@ class Windows:
         return [(fresh, *(sized(cached[:, start:], len(slot)) for cached in group)) for group in caches]
 
     def remaining(self, joined: Tensor) -> Tensor:
-        """The cache after the piece, [B, 2W, …], from [B, W + slots, …] without the slots that are done with.
+        """The cache after the piece, [B, 2W, …], from [B, W + slots, …] without the first `done` slots.
 
-        It starts before each row's next window.
+        It starts with the window before the one of each row's next token.
         """
         if self.index is None or self.offset is None:
             return sized(joined, 2 * self.window)
@@ -85,18 +84,18 @@ class Windows:
         return padded.gather(1, expand_index(kept, joined))
 
     def read(self, like: Tensor) -> Tensor:
-        """How many tokens each row has read after the piece, [B], for rows as in `like` [B, …]."""
+        """The tokens that each row has read after the piece, [B]; the rows are those of `like` [B, …]."""
         new = like.new_full(like.shape[:1], self.length, dtype=torch.int64)
         return new if self.position is None else self.position + new
 
     def filled(self, part: slice) -> bool | Tensor:
-        """Which rows [B] this piece takes to the end of a window; a bool where it is the same for all."""
+        """Which rows [B] this piece takes to the end of a window; a bool if it is the same for all."""
         if self.index is None or part.stop - part.start < self.window:
             return part.stop - part.start == self.window
         return self.index[:, -1] + 1 >= part.stop
 
     def has_previous(self, part: slice) -> bool | Tensor:
-        """Which rows [B] have a window before this one; a bool where it is the same for all."""
+        """Which rows [B] have a window before this one; a bool if it is the same for all."""
         if part.start > 0 or self.position is None:
             return part.start > 0
         return self.position >= self.window

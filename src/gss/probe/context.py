@@ -3,7 +3,7 @@
 A block consists of consecutive targets of a document. It is read after 1, 2, 4, … true tokens up to the longest
 context, in two ways: from an empty state at the first true token; and after another document's tokens, which fill the
 window up to the longest context, so that length and position stay the same and only the share of true tokens changes.
-Nothing separates the other document's tokens from the true ones. Everything is read exactly, in pieces with the state
+The other document's tokens are followed directly by the true ones. Everything is read exactly, in pieces with the state
 carried.
 """
 
@@ -190,13 +190,14 @@ def probe_context(
 def block_losses(
     model: LanguageModel, own: Numbers, other: Numbers, contexts: list[int], targets: int, piece: int
 ) -> npt.NDArray[np.float64]:
-    """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets] after each number of
-    true ids. The first ids of `other` [B, window] fill the window before them, unless it is empty."""
+    """The summed losses [B, contexts] of the last `targets` ids of `own` [B, window + targets] after each context of
+    true ids. The first ids of `other` [B, window] fill the rest of the window, unless `other` is empty.
+    """
     device, window = model.device, own.shape[1] - targets
     state: ModelState | None = None
     read = 0
     sums = np.zeros((len(own), len(contexts)))
-    for column in reversed(range(len(contexts))):  # longest first: the replaced part only grows, and is read once
+    for column in reversed(range(len(contexts))):  # longest first: the replaced part only grows, so it is read once
         context = contexts[column]
         wanted = min(window - context, other.shape[1])
         for first in range(read, wanted, piece):

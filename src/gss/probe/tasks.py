@@ -100,7 +100,7 @@ def _asked(tokens: npt.NDArray[np.int64], items: int) -> Draw:
 
 def _distinct(rng: Generator, rows: int, among: int, count: int) -> npt.NDArray[np.int64]:
     """Distinct numbers below `among` in random order, [rows, count]."""
-    chosen = rng.random((rows, among)).argpartition(count - 1, axis=1)[:, :count]  # sorting all would take far longer
+    chosen = rng.random((rows, among)).argpartition(count - 1, axis=1)[:, :count]  # far faster than sorting
     return rng.permuted(chosen, axis=1)
 
 
@@ -155,7 +155,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthAccuracy:
-    """How often the likeliest token is correct, in new sequences of one length."""
+    """The accuracy of the likeliest token in new sequences of one length."""
 
     length: int
     sequences: int
@@ -224,7 +224,7 @@ def train_on_task(
     check(precision)
     stages = _stages(curriculum, Stage(task.items, length, rows, steps))
     for items, wanted in [(stage.items, stage.length) for stage in stages] + [(task.items, other) for other in lengths]:
-        replace(task, items=items).draw(0, 1, wanted)  # refuses lengths that are too short before any training
+        replace(task, items=items).draw(0, 1, wanted)  # raises for lengths that are too short, before any training
     config = override(config, {"vocab_size": task.vocabulary})
     optimizer = optimizer or task_optimizer(config, steps)
     longest, most = max(stage.length for stage in stages), max(stage.rows for stage in stages)

@@ -44,7 +44,7 @@ _COLUMNS = {
         "Speed", "tokens per second", "Training tokens per second, without evaluations and checkpoints."
     ),
 }  # fmt: skip
-"""Of a run's metrics: title, label of the axis, caption."""
+"""Title, axis label and caption by metric."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def training_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> li
 def _by_step(runs: Sequence[RunRecord], scored: Sequence[Scores], column: str) -> Picture:
     title, label, caption = _COLUMNS[column]
     axes = _axes("step", label)
-    settled: list[float] = []  # decides the range, so that the high losses of the first steps do not flatten the rest
+    settled: list[float] = []  # sets the range, so that the high losses of the first steps do not flatten the rest
     held_out = False
     for index, (run, score) in enumerate(zip(runs, scored, strict=True)):
         rows = [row for row in run.training if row.get(column) is not None]
@@ -127,7 +127,7 @@ def _held_out_points(run: RunRecord, score: Scores) -> dict[int, float]:
 
 
 def _smoothed(values: Array) -> Array:
-    """A running mean over about a twentieth of the steps, its beginning unbiased."""
+    """A running mean over about a twentieth of the steps, unbiased at the beginning."""
     keep = 1 - 1 / max(2.0, len(values) / 40)
     mean = weight = 0.0
     out = np.empty_like(values)
@@ -138,7 +138,7 @@ def _smoothed(values: Array) -> Array:
 
 
 def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list[Picture]:
-    """Perplexity by length, the paper's for the same preset dotted; and loss by position in the window."""
+    """Perplexity by length, with the paper's for the same preset dotted; and loss by position in the window."""
     known = [(i, run, score.result) for i, (run, score) in enumerate(zip(runs, scored, strict=True)) if score.result]
     trained = {run.length for run in runs}
     mark = trained.pop() if len(trained) == 1 else None
@@ -163,7 +163,7 @@ def length_pictures(runs: Sequence[RunRecord], scored: Sequence[Scores]) -> list
         if high > 5 * low:
             logarithmic(axes.yaxis)
         else:
-            room = max(0.12 * (high - low), (0.12 * low - (high - low)) / 2)  # tiny differences should not look large
+            room = max(0.12 * (high - low), (0.12 * low - (high - low)) / 2)  # small differences should not look large
             axes.set_ylim(low - room, high + room)
         _mark(axes, mark)
         caption = f"The same tokens count at every length.{dashed}"
@@ -188,7 +188,7 @@ def _mark(axes: "Axes", place: int | None) -> None:
 
 
 def _positions(result: Evaluation) -> list[PositionLoss]:
-    """For each bin, the loss at the length with the most tokens in it: short windows are many, long ones reach far."""
+    """For each bin, the loss at the length with the most tokens in it."""
     found = sorted((part for row in result.rows for part in row.by_position), key=lambda part: part.tokens)
     best = {part.start: part for part in found}  # the last of each
     return [best[start] for start in sorted(best)]
@@ -227,15 +227,15 @@ class StateSpaceRecord:
     """One state space."""
 
     name: str  # `3`, or `3b` where a layer has several
-    time_constants: Array  # −1/Re λ, tokens until a mode has faded to 1/e: [N], or H·N if each channel has its own Δ
-    taps: Array  # what each channel still adds after each number of tokens, [H, L]
+    time_constants: Array  # −1/Re λ, tokens until a mode has decayed to 1/e: [N], or [H·N] with a Δ per channel
+    taps: Array  # the impulse response of each channel, [H, L]
 
 
 def state_spaces(run: RunRecord) -> tuple[list[StateSpaceRecord], list[StateSpaceRecord]]:
     """The state spaces of a run's newest checkpoint, and the initial ones. Empty without weights or state spaces; the
     initial ones are also empty if they are not the seed's: the run was imported, or began with trained weights."""
     now = records(run.loaded.model) if run.loaded else []
-    # An imported model may have changed since (a larger vocabulary shifts every later random draw).
+    # An imported model may differ from its seed's (a larger vocabulary shifts every later random draw).
     drawn = bool(now) and "seed" in run.config and run.environment and not run.config.get("start")
     return now, records(build_model(run.model_config, run.config["seed"])) if drawn else []
 
@@ -268,7 +268,7 @@ def memory_pictures(name: str, now: Sequence[StateSpaceRecord], start: Sequence[
 
 
 def _time_constants(now: list[StateSpaceRecord], start: list[StateSpaceRecord], colours: list[str]) -> "Axes":
-    """Histograms, a row per layer: the start in outline, now filled."""
+    """Histograms, a row per layer: initial values in outline, present ones filled."""
     axes = _axes("time constant −1/Re λ (tokens)", "layer, share of its modes", max(3.3, 0.9 + 0.21 * len(now)))
     every = [space.time_constants for space in (*now, *start)]
     edges = np.geomspace(0.95 * min(map(np.min, every)), 1.05 * max(map(np.max, every)), 33)

@@ -23,7 +23,7 @@ from gss.report.runs import RunRecord, Scores, Show, read_runs, same_tokens, sco
 from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
 from gss.training.progress import duration
 
-# Whatever ends up in the file, the browser loads nothing and runs nothing.
+# Whatever the file contains, the browser loads and runs nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _SAMPLE_TOKENS = 200
 _SHOWN = 12  # rows of settings that are not folded up

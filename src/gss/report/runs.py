@@ -193,7 +193,7 @@ def _kept(run: RunRecord, data: str | Path | None, lengths: Sequence[int] | None
 
 
 def _revived(values: dict[str, Any]) -> Any:
-    """An object in a stored evaluation as what it was, with NaN again where JSON has null (but for a length)."""
+    """An object of a stored evaluation, with NaN in place of null (except for a length)."""
     if not {"by_position", "start"} & values.keys():
         return values
     values = {name: math.nan if value is None and name != "length" else value for name, value in values.items()}
@@ -205,7 +205,7 @@ def _revived(values: dict[str, Any]) -> Any:
 
 
 def _held_out(run: RunRecord, data: str | Path | None) -> Dataset:
-    """The run's validation split, if it is unchanged, or that of another corpus."""
+    """The validation split of the corpus at `data`, or else of the run's own data, if that is unchanged."""
     assert run.loaded is not None
     folder = data or run.data.get("folder")
     if not folder:

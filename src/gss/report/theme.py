@@ -60,7 +60,7 @@ def require_matplotlib() -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """Matplotlib's settings, for as long as figures are drawn and saved."""
+    """A context with matplotlib's settings, in which figures are drawn and saved."""
     import matplotlib
 
     return matplotlib.rc_context(_SETTINGS)
@@ -72,7 +72,7 @@ def run_variable(index: int) -> str:
 
 
 def run_colour(index: int) -> str:
-    """The colour itself."""
+    """The colour of a run in the light theme."""
     return LIGHT[run_variable(index)]
 
 

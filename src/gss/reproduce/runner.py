@@ -66,9 +66,9 @@ def reproduce(
     say: Callable[[str], None] = lambda text: None,
     bar: Bar = lambda stage: nullcontext(lambda stage, share: None),
 ) -> Outcome:
-    """Train and score every trial that has no result yet; write the table of all that have one."""
+    """Train and score every trial that has no result yet; write the table of all results."""
     where, outcome = pick_device(device), Outcome()
-    results = {trial.name: _kept(trial, out / trial.name) for trial in trials}  # refuses before any work is done
+    results = {trial.name: _kept(trial, out / trial.name) for trial in trials}  # raises before any work is done
     for trial in trials:
         folder = out / trial.name
         if results[trial.name]:
@@ -119,7 +119,7 @@ def _kept(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def train_trial(trial: Trial, folder: Path, device: torch.device, quiet: bool) -> int | None:
-    """Train or resume, in smaller micro-batches where memory does not suffice; returns the signal that stopped it."""
+    """Train or resume, with smaller micro-batches if memory is short; returns the signal that stopped it."""
     if steps_done(folder) >= trial.config.steps:
         return None
     config = replace(trial.config, compile=trial.config.compile and device.type == "cuda", device=device.type)
@@ -157,7 +157,7 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
                 raise
             row = {"perplexity": None, "loss": None, "by_position": []}  # the model breaks at this length
         if not trial.corpus.lossless:
-            row["bits_per_byte"] = None  # the text that the vocabulary drops costs no bits
+            row["bits_per_byte"] = None  # text that the vocabulary drops would cost no bits
         rows[WHOLE if length is None else str(length)] = row
         show((index + 1) / len(lengths))
     if lengths == [None]:

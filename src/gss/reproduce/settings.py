@@ -22,13 +22,13 @@ class System:
     name: str
     """In file names and for `--only`."""
     label: str
-    """As the paper writes it."""
+    """The name in the paper."""
     model: str
     """The preset, without the scale's suffix."""
     settings: Settings = field(default_factory=dict)
     """On top of the recipe."""
     about: str = ""
-    """How it differs from the others, where the label does not say."""
+    """How it differs from the others, if the label does not say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ _CORPORA: dict[str, tuple[str, ...]] = {
     "Github": ("github", "code", "stdlib"),
     "LM1B": ("lm1b",),
 }
-"""The paper's corpora, each with the beginnings of names that stand for it; the first names its recipe."""
+"""The paper's corpora, each with the prefixes of corpus names that stand for it; the first is also its recipe."""
 
 
 def paper_corpus(name: str) -> str | None:

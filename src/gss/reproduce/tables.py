@@ -9,13 +9,13 @@ from gss.reproduce.settings import System, Target
 from gss.reproduce.trials import Trial
 
 Result = Mapping[str, Any]
-"""What `score_trial` gives."""
+"""A result of `score_trial`."""
 Found = Sequence[tuple[Trial, Result]]
 """Trials that are done, with their results."""
 Rows = list[list[str]]
 
 WHOLE = "whole"
-"""The name of the length at which every document is read whole, its state carried."""
+"""The name of the length at which documents are read whole, with the state carried."""
 NONE = "–"
 LENGTH_NAMES = {512: "512", 4096: "4k", 16_384: "16k", 65_536: "65k"}
 _WORDS = {"corpus", "model"}  # columns that are text
@@ -31,7 +31,7 @@ _NOTES = {
 
 
 def report_text(target: Target, found: Found) -> str:
-    """The table with its title and notes."""
+    """The table with its title and notes, as Markdown."""
     lines = [f"# {target.title}", ""]
     if found:
         lines += [markdown(*table(target, found)), ""]

@@ -1,6 +1,6 @@
 """From a table to its trials: the corpora, and how a system is trained on one of them.
 
-A trial's name is for people. A stored result belongs to it only if all settings and the hashes of the tokens match.
+A trial's name is only for people: a stored result must have the same settings and the same hashes of tokens.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Corpus:
     vocab_size: int
     lossless: bool
     identity: Mapping[str, str]
-    """Hashes of the vocabulary and of both splits' tokens, which are the same wherever the text was prepared."""
+    """Hashes of the vocabulary and of both splits' tokens, which do not depend on where the text was prepared."""
     held_out_tokens: int
     train_tokens: int
     held_out: tuple[tuple[int, int], ...] = ()

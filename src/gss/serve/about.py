@@ -19,29 +19,29 @@ _BINS_PER_DECADE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on what one request, or all of them together, may take.
+    """Bounds on what one request, or all requests together, may use.
 
-    A request beyond one of them gets an answer that names it, and costs next to nothing.
+    A request beyond a limit gets an error that names the limit, at almost no cost.
     """
 
     body_bytes: int = 4 << 20  # largest body of a request (413)
     prompt_tokens: int = 131_072  # longest prompt; also all prompts times `n`, echoed with logprobs (400)
     max_tokens: int = 4096  # most tokens to produce (400)
     n: int = 16  # most continuations of one prompt (400)
-    sequences: int = 64  # most continuations in one request, and never more than can run and wait (400)
+    sequences: int = 64  # most continuations in one request, but no more than can run and wait (400)
     logprobs: int = 20  # most alternatives per token (400)
     stop: int = 8  # most stop strings (400)
     stop_characters: int = 256  # longest stop string (400)
-    seconds: float = 300.0  # longest time from a request's arrival to its end (408)
+    seconds: float = 300.0  # longest time for a request (408)
     body_seconds: float = 30.0  # longest time for a body to arrive (408)
     queue: int = 256  # sequences that may wait for a place in the batch (429)
-    scores: int = 262_144  # most log-probabilities in one answer, alternatives included (400)
-    all_scores: int = 1 << 20  # most in all answers under way: beyond, requests for over 8,192 are refused (429)
-    connections: int = 2048  # beyond, the connection that has been idle for the longest is closed
-    header_seconds: float = 15.0  # a connection is closed that completes no request's headers in this time
-    send_seconds: float = 30.0  # a connection is closed whose client reads next to nothing in this time
-    bodies_bytes: int = 256 << 20  # most in all bodies under way: beyond, bodies over 64 KiB are refused (503)
-    unread_bytes: int = 256 << 20  # most that waits to be read by all clients: beyond, the largest are closed
+    scores: int = 262_144  # most log-probabilities in one response, alternatives included (400)
+    all_scores: int = 1 << 20  # most in all responses in progress: beyond, requests for over 8,192 are refused (429)
+    connections: int = 2048  # beyond, the connection that has been idle longest is closed
+    header_seconds: float = 15.0  # time to complete a request's headers: beyond, the connection is closed
+    send_seconds: float = 30.0  # time in which a client must read something: beyond, the connection is closed
+    bodies_bytes: int = 256 << 20  # most in all bodies in progress: beyond, bodies over 64 KiB are refused (503)
+    unread_bytes: int = 256 << 20  # most unread data of all clients: beyond, those with the most are closed
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,7 +51,7 @@ class Limits:
 
 
 def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | None, step: int) -> dict[str, Any]:
-    """The facts that `GET /v1/model` answers with."""
+    """The response of `GET /v1/model`."""
     model, tokenizer, rows = engine.model, engine.tokenizer, engine.rows
     config = model.config
     parameter = next(model.parameters())
@@ -94,9 +94,9 @@ def describe(engine: EngineThread, limits: Limits, *, name: str, preset: str | N
 
 @torch.no_grad()
 def time_constants(model: LanguageModel) -> dict[str, Any]:
-    """How many tokens the modes of each state space take to decay by e: −1/Re log Ā, by layer.
+    """Time constants by layer: the tokens that each mode takes to decay to 1/e, −1/Re log Ā.
 
-    `edges` are the bounds of the bins in tokens; the first and the last bin hold what lies beyond too.
+    `edges` are the bounds of the bins in tokens; the first and last bins include everything beyond them.
     """
     constants = [
         (number, name, module.time_constants().cpu().clamp(1e-3, 1e15))

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from gss import __version__
 from gss.serve import schemas
 from gss.serve.about import Limits, describe
-from gss.serve.completions import ActiveCompletion, Service, beside
+from gss.serve.completions import ActiveCompletion, Service, offloaded
 from gss.serve.engine import EngineThread
 from gss.serve.http import ApiError, Guard, answer_errors, to_json
 
@@ -38,22 +38,22 @@ def create_app(
     api_key: str | None = None,
     hosts: Collection[str] | None = None,
 ) -> FastAPI:
-    """The app in front of an engine, which is started and stopped by whoever made it.
+    """The app in front of an engine, which the caller starts and stops.
 
     name      the model's id for clients
-    api_key   required by every route except health and the page, without the white space around it; None: by none
+    api_key   required by every route except health and the page; None: by none. White space around it is dropped
     hosts     names by which requests may address the server; None: any
     """
     limits = limits or Limits()
     if api_key is not None:
-        api_key = api_key.strip()  # a header never has any: a key read from a file with its line end would fit none
+        api_key = api_key.strip()  # headers have none: a key read from a file, with its line end, would never match
         if not api_key:
             raise ValueError("the API key is empty: give one, or leave it out")
     app = FastAPI(
         title="gss",
         version=__version__,
         description="A language model built on Gated State Spaces, behind OpenAI's completions interface.",
-        docs_url=None,  # its page would be loaded from elsewhere
+        docs_url=None,  # it loads scripts from elsewhere
         redoc_url=None,
     )
     app.router.route_class = _JsonRoute
@@ -74,7 +74,7 @@ def _add_posts(app: FastAPI, service: Service) -> None:
     tokenizer = service.engine.tokenizer
 
     def post(path: str, answer: type, **content: Any) -> Callable[..., Any]:
-        """A route whose function makes the response itself; the schema has its answer and its errors."""
+        """A route whose function makes the response itself; the schema describes the response and the errors."""
         return app.post(path, response_model=None, responses={200: {"model": answer, **content}, **schemas.ERRORS})
 
     async def answer(body: schemas.CompletionRequest, request: Request, chat: bool) -> Response:
@@ -106,7 +106,7 @@ def _add_posts(app: FastAPI, service: Service) -> None:
             service.check_length(len(ids))
             return to_json({"tokens": ids, "pieces": [service.surfaces[token] for token in ids], "count": len(ids)})
 
-        return Response(await beside(len(body.prompt), work), media_type="application/json")
+        return Response(await offloaded(len(body.prompt), work), media_type="application/json")
 
     @post("/v1/detokenize", schemas.Text)
     async def detokenize(body: schemas.DetokenizeRequest) -> Response:
@@ -157,7 +157,7 @@ def _add_page(app: FastAPI, address: str, path: Path) -> None:
 
 
 class _JsonRoute(APIRoute):
-    """Bodies are JSON in UTF-8 and nothing else: no NaN, no half characters, no hundred levels of nesting."""
+    """Accepts only strict JSON in UTF-8 as a body: no NaN, no half characters, no hundreds of nested levels."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()

@@ -19,25 +19,25 @@ from gss.serve.http import ApiError, to_json
 from gss.serve.job import Failure, Job, Piece, prompt_scores
 from gss.serve.schemas import NEXT_TURN, CompletionRequest
 
-_later = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
+_busy = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
 _FAILURES: dict[Failure, Callable[[], ApiError]] = {
-    "full": partial(_later, "the queue is full: try again later"),
+    "full": partial(_busy, "the queue is full: try again later"),
     "timeout": partial(ApiError, 408, "the request took too long", code="request_timeout"),
     "stopping": partial(ApiError, 503, "the server is stopping", code="stopping", headers={"Retry-After": "5"}),
     "internal": partial(ApiError, 500, "the server failed; its log says why"),
 }
-_UNREAD = 4096  # pieces that may wait for a client to read them, before its request is dropped
-_QUICK = 4096  # characters to tokenize, or scores to write, up to which the event loop does it itself
-_FEW_SCORES = 8192  # log-probabilities in an answer that may be asked for whatever others hold
+_UNREAD = 4096  # pieces that may wait for a client to read them before its request is dropped
+_QUICK = 4096  # characters to tokenize, or scores to write, that do not hold up the event loop
+_FEW_SCORES = 8192  # log-probabilities in a response that are allowed however many others are in progress
 
 
 class Surfaces(dict[int, str]):
-    """Single tokens as text, by id: what a reader sees for one of a list, apart from the text that it is part of."""
+    """Single tokens as text, by id, for lists of tokens: each is decoded apart from the text that it is part of."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        # A token's leading space is lost at a text's start: it is decoded after another one.
+        # At the start of a text a token loses its leading space, so it is decoded after another token.
         self._anchor = tokenizer.encode("a").tolist()[-1:]
         self._before = len(tokenizer.decode(self._anchor))
 
@@ -54,7 +54,7 @@ class Surfaces(dict[int, str]):
         return name
 
     def likeliest(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by text, the likeliest token's where several look the same: a letter, and its byte."""
+        """Log-probabilities by text; of tokens that look the same (a letter, and its byte), the likeliest counts."""
         found: dict[str, float] = {}
         for token, value in top:
             found.setdefault(self[token], value)
@@ -62,12 +62,12 @@ class Surfaces(dict[int, str]):
 
 
 class Service:
-    """What every route works with: an engine, its model's id for clients, the limits, and what answers hold."""
+    """What every route needs: an engine, its model's id for clients, the limits, and the scores in progress."""
 
     def __init__(self, engine: EngineThread, name: str, limits: Limits) -> None:
         self.engine, self.name, self.limits = engine, name, limits
         self.surfaces = Surfaces(engine.tokenizer)
-        # The log-probabilities that each answer under way will hold at most.
+        # The most log-probabilities that each response in progress will hold.
         self.scores: WeakKeyDictionary[ActiveCompletion, int] = WeakKeyDictionary()
 
     def check_model(self, asked: str | None) -> None:
@@ -80,21 +80,21 @@ class Service:
         _check("prompt", tokens, self.limits.prompt_tokens, "tokens", "context_length_exceeded")
 
 
-async def beside(size: int, work: Callable[[], Any]) -> Any:
-    """Do work on this many characters or scores, in another thread where it would hold up the event loop."""
+async def offloaded(size: int, work: Callable[[], Any]) -> Any:
+    """The result of work on this many characters or scores, done in a thread if it would hold up the event loop."""
     return work() if size <= _QUICK else await asyncio.to_thread(work)
 
 
 class Prompt(NamedTuple):
-    """What is read, and what is given back of it."""
+    """A prompt as the model reads it, and as `echo` returns it."""
 
     ids: list[int]
     text: str
-    added: int  # ids at the start that are not the request's own
+    added: int  # ids at the start that the request does not contain
 
 
 class ActiveCompletion:
-    """One request for a completion, or for a chat written out as one, from its arrival to its end."""
+    """One request for a completion (or a chat written out as one), from its arrival to its end."""
 
     def __init__(self, body: CompletionRequest, service: Service, chat: bool = False) -> None:
         self._body, self._service, self._engine, self._chat = body, service, service.engine, chat
@@ -116,13 +116,13 @@ class ActiveCompletion:
         }
 
     async def start(self) -> None:
-        """Tokenize the prompts and queue the jobs; a request that is wrong, or finds no room, gets an error."""
+        """Tokenize the prompts and queue the jobs; ApiError if the request is invalid or the queue is full."""
         body, limits, held = self._body, self._service.limits, self._service.scores
         self._check_body()
         self._prompts = await self._read_prompts(body.prompt)
         scores = self._count_scores()
         if scores > _FEW_SCORES and scores + sum(held.values()) > max(limits.scores, limits.all_scores):
-            raise _later("too many log-probabilities are in progress: ask for fewer, or try again later")
+            raise _busy("too many log-probabilities are in progress: ask for fewer, or try again later")
         seed = secrets.randbits(62) if body.seed is None else body.seed
         self._jobs = [
             Job(
@@ -154,18 +154,18 @@ class ActiveCompletion:
         _check("n", self._n, min(limits.n, self._engine.rows))
         _check("max_tokens", self._max_tokens, limits.max_tokens)
         _check("logprobs", body.logprobs or 0, limits.logprobs)
-        _check("stop", len(stop) - len(NEXT_TURN) * self._chat, limits.stop, "strings")  # without the chat's own
+        _check("stop", len(stop) - len(NEXT_TURN) * self._chat, limits.stop, "strings")  # not counting the chat's own
         _check("stop", max(map(len, stop), default=0), limits.stop_characters, "characters")
         for param in ("best_of", "presence_penalty", "frequency_penalty", "suffix", "logit_bias"):
             if getattr(body, param) and not (param == "best_of" and body.best_of == self._n):
                 instead = ", or use repetition_penalty" if param.endswith("penalty") else ""
                 raise ApiError(400, f"{param} is not supported: leave it out{instead}", param=param, code="unsupported")
         if not self._max_tokens and not body.echo:
-            raise _wrong("max_tokens", "max_tokens of 0 needs echo")
+            raise _invalid("max_tokens", "max_tokens of 0 needs echo")
         if body.stream_options and not body.stream:
-            raise _wrong("stream_options", "stream_options need stream")
+            raise _invalid("stream_options", "stream_options need stream")
         if "" in stop:
-            raise _wrong("stop", "a stop string is empty")
+            raise _invalid("stop", "a stop string is empty")
 
     async def _read_prompts(self, given: Any) -> list[Prompt]:
         engine, limits = self._engine, self._service.limits
@@ -173,8 +173,8 @@ class ActiveCompletion:
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given or [] in given:
-            raise _wrong("prompt", "a prompt has no tokens: give some, or an empty text")
-        sequences = min(limits.sequences, engine.rows + engine.queue)  # what would never find room does not wait
+            raise _invalid("prompt", "a prompt has no tokens: give some, or an empty text")
+        sequences = min(limits.sequences, engine.rows + engine.queue)  # a request for more could never run
         _check("prompt", self._n * len(given), sequences, "continuations in one request")
 
         def read(each: Any) -> Prompt:
@@ -183,15 +183,15 @@ class ActiveCompletion:
                 return Prompt(ids, each, int(ids[0] == tokenizer.eos_id))
             return Prompt(each, tokenizer.decode([token for token in each if token < tokenizer.vocab_size]), 0)
 
-        prompts: list[Prompt] = await beside(sum(map(len, given)), lambda: list(map(read, given)))
+        prompts: list[Prompt] = await offloaded(sum(map(len, given)), lambda: list(map(read, given)))
         self._service.check_length(max(len(prompt.ids) for prompt in prompts))
         vocabulary = engine.model.config.vocab_size
         if any(max(prompt.ids) >= vocabulary for prompt in prompts):
-            raise _wrong("prompt", f"a token id is outside the vocabulary of {vocabulary}")
+            raise _invalid("prompt", f"a token id is outside the vocabulary of {vocabulary}")
         return prompts
 
     def _count_scores(self) -> int:
-        """How many log-probabilities the answer will hold at most."""
+        """The most log-probabilities that the response will hold."""
         body, limits, echoed = self._body, self._service.limits, 0
         if body.logprobs is None:
             return 0
@@ -205,26 +205,26 @@ class ActiveCompletion:
         return scores
 
     async def whole(self, request: Request) -> bytes | None:
-        """The answer in one, as JSON; None where the client has gone."""
+        """The whole response as JSON; None if the client has disconnected."""
         collecting = asyncio.ensure_future(self._collect())
-        leaving = asyncio.ensure_future(_left(request))
+        disconnect = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({collecting, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             return to_json(collecting.result()) if collecting.done() else None
         finally:
             collecting.cancel()
-            leaving.cancel()
+            disconnect.cancel()
             self._end()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """The response as server-sent events."""
         options = self._body.stream_options
         with_usage = options is not None and options.include_usage
         extra = {"usage": None} if with_usage else {}
         head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
         try:
             async for choices in self._choices():
-                shown = [self._shown(choice, whole=False) for choice in choices]
+                shown = [self._formatted(choice, whole=False) for choice in choices]
                 yield _event({**head, "choices": shown, **extra})
             if with_usage:
                 yield _event({**head, "choices": [], "usage": self._usage()})
@@ -246,18 +246,18 @@ class ActiveCompletion:
                 if whole is not choice:
                     whole["text"] += choice["text"]
                     whole["finish_reason"] = choice["finish_reason"]
-                    if choice["logprobs"]:  # new lists: all continuations of a prompt share those of the prompt
+                    if choice["logprobs"]:  # new lists, since the continuations of a prompt share the lists of its echo
                         old = whole["logprobs"]
                         whole["logprobs"] = {key: old[key] + values for key, values in choice["logprobs"].items()}
-        shown = [self._shown(texts[index], whole=True) for index in sorted(texts)]
+        shown = [self._formatted(texts[index], whole=True) for index in sorted(texts)]
         return {**self._head, "choices": shown, "usage": self._usage()}
 
-    def _shown(self, choice: dict[str, Any], whole: bool) -> dict[str, Any]:
-        """A choice as the client wants it, whole or as a part of a stream."""
+    def _formatted(self, choice: dict[str, Any], whole: bool) -> dict[str, Any]:
+        """A choice in the form of the route, whole or as a part of a stream."""
         if not self._chat:
             return choice
         index, said = choice["index"], {"content": choice["text"]}
-        if index not in self._begun:  # a stream names the role up to the first text, which follows no space
+        if index not in self._begun:  # parts name the role up to the first text, which loses its leading space
             said = {"role": "assistant", "content": choice["text"].lstrip()}
             if said["content"]:
                 self._begun.add(index)
@@ -265,19 +265,19 @@ class ActiveCompletion:
         return {"index": index, **part, "logprobs": None, "finish_reason": choice["finish_reason"]}
 
     async def _choices(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """What is new, as choices: the prompts where they are echoed, then pieces as they come, to the last."""
+        """Choices as they are produced: echoed prompts first, then pieces of text up to the last."""
         echo = bool(self._body.echo)
         if echo and self._body.logprobs is None:
             for number, prompt in enumerate(self._prompts):
                 yield [self._choice(number, Piece(index, prompt.text)) for index in range(self._n)]
         going = len(self._jobs) * self._n
         while going:
-            for number, piece in await self._come():
+            for number, piece in await self._next_pieces():
                 if piece.failure:
                     raise _FAILURES[piece.failure]()
                 prompt = self._prompts[number]
                 if piece.prompt_scores:
-                    first = await beside(len(prompt.ids), partial(self._echoed, number, piece.prompt_scores))
+                    first = await offloaded(len(prompt.ids), partial(self._echoed, number, piece.prompt_scores))
                     yield [{**first, "index": first["index"] + index} for index in range(self._n)]
                     continue
                 if self._first_at is None:
@@ -288,8 +288,8 @@ class ActiveCompletion:
                 going -= piece.finish is not None
         self._engine.metrics.request_seconds.observe(time.monotonic() - self._arrived)
 
-    async def _come(self) -> Iterable[tuple[int, Piece]]:
-        """What has come, as one piece of each continuation: a client that lags gets more text in an event."""
+    async def _next_pieces(self) -> Iterable[tuple[int, Piece]]:
+        """Wait for pieces. Those of one continuation are joined, so a slow client gets more text per event."""
         waiting, found = self._pieces, dict[tuple[Any, ...], tuple[int, Piece]]()
         for number, piece in [await waiting.get(), *(waiting.get_nowait() for _ in range(waiting.qsize()))]:
             key = number, piece.index, piece.failure, bool(piece.prompt_scores)
@@ -322,7 +322,7 @@ class ActiveCompletion:
         return {"prompt_tokens": read, "completion_tokens": produced, "total_tokens": read + produced}
 
     def _sink(self, number: int, piece: Piece) -> None:
-        if self._pieces.qsize() >= _UNREAD:  # the client does not read: nothing more is produced for it
+        if self._pieces.qsize() >= _UNREAD:  # the client does not read: stop producing for it
             self._engine.cancel(self._jobs)
             piece = Piece(0, failure="timeout")
         self._pieces.put_nowait((number, piece))
@@ -334,11 +334,11 @@ def _check(param: str, got: int, most: int, what: str = "", code: str = "limit_e
         raise ApiError(400, message, param=param, code=code)
 
 
-def _wrong(param: str, message: str) -> ApiError:
+def _invalid(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

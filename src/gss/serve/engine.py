@@ -26,30 +26,30 @@ from gss.serve.metrics import Metrics
 
 log = logging.getLogger("gss.serve")
 
-# Making and sending a piece takes almost 0.1 ms, whatever is in it.
+# Making and sending a piece takes almost 0.1 ms, however long it is.
 _PIECES_PER_SECOND = 640
 
-# Pieces for which it is worth waiting until they are sent, and the longest time to do so, in seconds.
+# The number of pieces from which the engine waits until they are sent, and for how many seconds at most.
 _MANY, _PATIENCE = 4, 0.02
 
 Posts = list[tuple[Job, Piece]]
 
 
 class RefusedError(Exception):
-    """The engine does not take a job: its queue is "full", or it is "stopping"."""
+    """The engine refuses a job because its queue is "full" or it is "stopping"."""
 
 
 class EngineThread:
     """Runs jobs on a model until it is stopped.
 
-    rows          sequences in the batch at most: with a bounded state, memory is known from the start
-    queue         sequences that may wait beside those
-    piece         tokens of prompts that are read between two steps; by default 256, on a GPU 4,096, where launching
-                  the work takes longer than a short piece's work
-    cache_bytes   memory for the states of prompts (0: none are kept)
-    interval      seconds between two pieces of one stream; what comes meanwhile is one piece. With many streams it
-                  is longer, so that all of them together are sent no more than `_PIECES_PER_SECOND`
-    options       further ones of `gss.decode.Engine`
+    rows          most sequences in the batch: with a bounded state, memory is known from the start
+    queue         sequences that may wait in addition
+    piece         tokens of prompts that are read between two steps; by default 256, on a GPU 4,096, because launching
+                  a short piece takes longer than computing it
+    cache_bytes   memory for the cached states of prompts (0: no cache)
+    interval      seconds between two pieces of one stream; longer with many streams, so that all of them together get
+                  at most `_PIECES_PER_SECOND`
+    options       further options of `gss.decode.Engine`
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class EngineThread:
         self.metrics, self._interval = Metrics(), interval
         self._running: dict[tuple[Job, int], Row] = {}
         self._posts: Posts = []
-        self._over: set[Job] = set()  # jobs that end with this turn
-        self._sent_at = 0.0  # when the running streams were last sent what they have
-        self._reading_ahead = 0.0  # seconds by which reading has had more time than producing
+        self._over: set[Job] = set()  # jobs that end in this iteration
+        self._sent_at = 0.0  # when the running streams were last sent their text
+        self._reading_ahead = 0.0  # seconds by which prefill has had more time than decoding
         self._lock = threading.Condition()
         self._inbox: list[Job] = []
         self._outstanding: set[Job] = set()
@@ -84,11 +84,10 @@ class EngineThread:
     # ---- for other threads
 
     def start(self) -> None:
-        """Begin to work."""
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take in jobs, all or none."""
+        """Queue jobs, all or none."""
         with self._lock:
             if self._draining or self._stopping:
                 raise RefusedError("stopping")
@@ -99,7 +98,7 @@ class EngineThread:
             self._lock.notify_all()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs; nothing more is heard of them."""
+        """Drop jobs; their sinks are not called again."""
         with self._lock:
             for job in jobs:
                 job.cancelled = True
@@ -107,29 +106,29 @@ class EngineThread:
 
     @property
     def outstanding(self) -> int:
-        """Sequences that are running, being read for, or waiting."""
+        """Sequences that are running or waiting, or whose prompts are being read."""
         with self._lock:
             return sum(job.n for job in self._outstanding)
 
     @property
     def alive(self) -> bool:
-        """Whether it works."""
+        """Whether the thread is running."""
         return self._thread.is_alive() and not self._stopping
 
     def drain(self, seconds: float) -> bool:
-        """Take no more jobs and wait for those that are there; whether they all ended in time."""
+        """Accept no more jobs and wait for the present ones; returns whether all of them ended in time."""
         with self._lock:
             self._draining = True
             return self._lock.wait_for(lambda: not self._outstanding, seconds)
 
     def abandon(self) -> None:
-        """Take no more jobs and fail those that are there."""
+        """Accept no more jobs and fail the present ones."""
         with self._lock:
             self._draining = self._abandoning = True
             self._lock.notify_all()
 
     def stop(self) -> None:
-        """End the thread after the turn it is in."""
+        """End the thread after its present iteration."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
@@ -140,22 +139,22 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with running(self.model, self.precision):  # all along: weights are rounded once, not at every step
+            with running(self.model, self.precision):  # entered once, so that weights are not rounded at every step
                 while not self._stopping:
                     try:
-                        self._turn()
+                        self._iterate()
                     except Exception:
-                        log.exception("the engine failed; every request that it was working on is given up")
+                        log.exception("the engine failed, and with it every request in progress")
                         try:
                             self.core.reset()
                         finally:
-                            self._give_up("internal")
-        finally:  # also where a broken device lets nothing begin anew
+                            self._fail_all("internal")
+        finally:  # even if a broken device makes the reset fail
             with self._lock:
                 self._stopping = True
-            self._give_up("stopping")
+            self._fail_all("stopping")
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         with self._lock:
             self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
             taken, self._inbox = self._inbox, []
@@ -166,19 +165,19 @@ class EngineThread:
         core, metrics = self.core, self.metrics
         if core.admit() and (self._reading_ahead <= 0 or not core.running):
             started = time.perf_counter()
-            self._take_in(core.prefill())
+            self._handle(core.prefill())
             self._reading_ahead += time.perf_counter() - started
             metrics.prompt_tokens.set(core.prompts.prompt_tokens)
             metrics.prompt_tokens_read.set(core.prompts.tokens_read)
             metrics.prompt_tokens_reused.set(core.prompts.tokens_reused)
         if core.running:
             started = time.perf_counter()
-            self._take_in(core.step())
+            self._handle(core.step())
             seconds = time.perf_counter() - started
             metrics.step_seconds.observe(seconds)
-            # A second of producing is worth a second of reading full pieces. It is worth less while many sequences run
-            # and a piece is small: that holds them all up, and costs little more once others are read beside it. It is
-            # worth more when more prompts wait than sequences run.
+            # A second of decoding pays for a second of prefill with full pieces. It pays for less while many sequences
+            # run and a piece is small, which would hold all of them up and costs little more once other prompts can be
+            # read beside it. It pays for more while more prompts wait than sequences run.
             waiting, rows = core.prompts, max(1, core.running)
             worth = max(waiting.fullness, len(waiting) / rows, min(1.0, 4 / rows))
             self._reading_ahead = max(0.0, self._reading_ahead - seconds * worth)
@@ -190,7 +189,7 @@ class EngineThread:
         now = time.monotonic()
         with self._lock:
             unwanted = {j for j in self._outstanding if j.cancelled or j.deadline < now or self._abandoning}
-            unwanted.difference_update(self._inbox)  # those come with the next turn
+            unwanted.difference_update(self._inbox)  # the next iteration handles these
         if not unwanted:
             return
         failure: Failure = "stopping" if self._abandoning else "timeout"
@@ -199,8 +198,8 @@ class EngineThread:
         self._running = {key: row for key, row in self._running.items() if row.job not in unwanted}
         self._over |= unwanted
 
-    def _take_in(self, outputs: list[Output]) -> None:
-        """Turn tokens into text; a row that has met a stop string, or its end, has its last piece."""
+    def _handle(self, outputs: list[Output]) -> None:
+        """Turn tokens into text; a row that has ended, by itself or at a stop string, gets its last piece."""
         for output in outputs:
             job, index = output.request, output.index
             assert isinstance(job, Job)
@@ -212,26 +211,26 @@ class EngineThread:
                 self._running[job, index] = Row(job, index, self.tokenizer)
             row = self._running[job, index]
             row.accept(output.tokens, output.scores, output.finish)
-            if row.finish or (job.streaming and not begun):  # the first token is not kept waiting
+            if row.finish or (job.streaming and not begun):  # the first token is sent at once
                 self._take(row)
             if row.finish:
                 del self._running[job, index]
-                if output.finish is None:  # ended by its text, of which the core knows nothing
+                if output.finish is None:  # ended by a stop string, which the core does not know
                     self.core.cancel(partial(is_, job), index)
                 job.ended += 1
                 if job.ended == job.n:
                     self._over.add(job)
 
     def _take(self, row: Row) -> None:
-        piece = row.take()
-        if piece is not None:
-            self.metrics.generated_tokens.add(piece.tokens)
-            self._posts.append((row.job, piece))
+        shown = row.take()
+        if shown is not None:
+            self.metrics.generated_tokens.add(shown.tokens)
+            self._posts.append((row.job, Piece(row.index, *shown)))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         interval = max(self._interval, len(self._running) / _PIECES_PER_SECOND)
-        if now - self._sent_at >= interval:  # all at once: whoever sends them wakes up once
+        if now - self._sent_at >= interval:  # all streams together, so that the event loop wakes up once
             self._sent_at = now
             for row in self._running.values():
                 if row.job.streaming:
@@ -240,15 +239,14 @@ class EngineThread:
         self.metrics.waiting.set(self.core.waiting + len(self.core.prompts))
         self.metrics.cache_bytes.set(self.core.cache.nbytes)
         posts, self._posts = self._posts, []
-        _post(posts)
+        _send(posts)
         if self._over:
             with self._lock:
                 self._outstanding -= self._over
                 self._lock.notify_all()
             self._over = set()
 
-    def _give_up(self, failure: Failure) -> None:
-        """Fail every job."""
+    def _fail_all(self, failure: Failure) -> None:
         with self._lock:
             self._posts = [(job, Piece(0, failure=failure)) for job in self._outstanding if not job.cancelled]
             self._inbox.clear()
@@ -258,11 +256,11 @@ class EngineThread:
         self._deliver()
 
 
-def _post(posts: Posts) -> None:
-    """Hand a turn's pieces to the event loops that wait for them: one wake-up per loop, whatever their number.
+def _send(posts: Posts) -> None:
+    """Hand pieces to the event loops that wait for them, with one wake-up per loop.
 
-    Where there are many, wait until they have been sent. Python runs one thread at a time: two that are both busy take
-    turns at every call into the system, and that costs more than it saves.
+    If there are many, wait until they have been sent. Python runs one thread at a time, and two busy threads that take
+    turns at every system call lose more than they gain.
     """
     by_loop: dict[asyncio.AbstractEventLoop | None, Posts] = {}
     for job, piece in posts:
@@ -270,11 +268,11 @@ def _post(posts: Posts) -> None:
     for loop, own in by_loop.items():
         sent = threading.Event()
         if loop is None:
-            _give_out(own, sent.set)
+            _call_sinks(own, sent.set)
             continue
         try:
-            loop.call_soon_threadsafe(_give_out, own, partial(loop.call_soon, sent.set))  # after those who are woken
-        except RuntimeError:  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_call_sinks, own, partial(loop.call_soon, sent.set))  # after those that wake
+        except RuntimeError:  # the loop is closed: nobody is waiting
             for job, _ in own:
                 job.cancelled = True
             continue
@@ -282,7 +280,7 @@ def _post(posts: Posts) -> None:
             sent.wait(_PATIENCE)
 
 
-def _give_out(posts: Posts, then: Callable[[], object]) -> None:
+def _call_sinks(posts: Posts, then: Callable[[], object]) -> None:
     for job, piece in posts:
         job.sink(piece)
     then()

@@ -28,17 +28,17 @@ _PHRASES = {
     404: "there is no such address",
     405: "this address does not answer to this method",
 }
-_SMALL_BODY = 1 << 16  # bytes of a body that is let in whatever others hold
+_SMALL_BODY = 1 << 16  # bytes of a body that is accepted however many others are in progress
 _HOST = re.compile(r"\[[^]]*\]?|[^:]*")  # a host's name, or its address in brackets, without the port
 
 
 def to_json(content: Any) -> bytes:
-    """Plain data as JSON. A large answer takes a fifth of the standard library's time, in which nobody is served."""
+    """Plain data as JSON, in a fifth of the standard library's time: the event loop waits for it."""
     return pydantic_core.to_json(content, inf_nan_mode="null")
 
 
 class ApiError(HTTPException):
-    """A request that is answered with what is wrong, in the form that OpenAI's clients expect."""
+    """An error response in the form that OpenAI's clients expect."""
 
     def __init__(
         self,
@@ -54,17 +54,16 @@ class ApiError(HTTPException):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The answer to the request."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Answer every kind of failure of an app in the same way."""
+    """Make every kind of failure an error response of the same form."""
 
     async def answer(request: Request, error: Any) -> JSONResponse:
         if isinstance(error, RequestValidationError):
             first = error.errors()[0]
-            # Names of fields come back; values never do.
+            # Names fields, never values.
             place = ".".join(str(part)[:64] for part in first["loc"][1:4] if part not in ("str", "list[str]"))
             said = "not known here: leave it out" if first["type"] == "extra_forbidden" else str(first["msg"])[:300]
             message = f"{place}{place and ': '}{said}"
@@ -81,11 +80,11 @@ def answer_errors(app: FastAPI) -> None:
 
 
 class Guard:
-    """Refuses requests without the key, for another host, or with too large a body; counts what is answered.
+    """Refuses requests without the key, for another host, or with too large a body; counts responses.
 
-    api_key   required by everything except `open_paths`; None: by nothing
+    api_key   required for everything except `open_paths`; None: for nothing
     hosts     names by which a request may address the server; None: any. Without a key, a server on the loopback
-              interface answers to its own names only, so that no web page can reach it through a name of its own.
+              interface answers only to its own names, so that no web page can reach it through another name.
     """
 
     def __init__(
@@ -101,10 +100,10 @@ class Guard:
         self._app, self._limits, self._metrics = app, limits, metrics
         self._key = None if api_key is None else _digest(api_key.encode())
         self._open_paths, self._hosts = open_paths, hosts
-        self._held = 0  # bytes of the bodies of all requests under way
+        self._held = 0  # bytes of the bodies of all requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -122,7 +121,7 @@ class Guard:
             """The body as it arrives, cut off when it is too large, too slow, or one of too many."""
             nonlocal size, whole
             if whole:
-                return await receive()  # that the client has gone: waited for as long as it takes
+                return await receive()  # the disconnect, however long it takes to come
             try:
                 message: Any = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -152,7 +151,7 @@ class Guard:
             raise ApiError(413, message, code="body_too_large")
 
     def _check(self, scope: Scope) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of those that come twice, the first counts
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of repeated headers counts
         host = _HOST.match(headers.get(b"host", b"").decode("latin-1").strip().lower())
         if self._hosts is not None and host and host[0] not in self._hosts:
             raise ApiError(403, "this server does not answer to that host name: set an API key to open it to others")
@@ -167,4 +166,4 @@ class Guard:
 
 
 def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()  # of one length, whatever the key's
+    return hashlib.sha256(value).digest()  # of one length for every key

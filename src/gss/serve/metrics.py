@@ -1,4 +1,4 @@
-"""Counters for Prometheus, in its text format: one thread writes them, any thread may read them."""
+"""Prometheus metrics in the text format. Each is written by one thread and may be read by any."""
 
 import threading
 from bisect import bisect_left
@@ -17,7 +17,6 @@ class Number:
         self._lock = threading.Lock()
 
     def add(self, amount: float = 1, *labels: str) -> None:
-        """Add to the value."""
         with self._lock:
             self._values[labels] = self._values.get(labels, 0) + amount
 
@@ -46,14 +45,13 @@ class Number:
 
 
 class Histogram(Number):
-    """How many durations were at most as long as each of some bounds."""
+    """Counts durations by upper bound."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         super().__init__("histogram", name, about)
         self._bounds, self._counts = bounds, [0] * (len(bounds) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count a duration."""
         with self._lock:
             self._counts[bisect_left(self._bounds, seconds)] += 1
             self._values[()] += seconds
@@ -83,5 +81,5 @@ class Metrics:
         self.request_seconds = Histogram("gss_completion_seconds", "From arrival to the end.", _SECONDS)
 
     def page(self) -> str:
-        """All of it, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"

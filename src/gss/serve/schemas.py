@@ -7,23 +7,23 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from gss.sampling import OPTIONS, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-# The first bad item ends a list: an error for each of a million, in every branch of a union, would take a minute.
+# Stop at the first bad item: an error for each of a million, in every branch of a union, would take a minute.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 INT64 = 2**63
 NEXT_TURN = ("\n\nUser:", "\nUser:")
-"""Where an answer in a chat ends: without the empty line before the next turn, which would double if it came back."""
+"""Where an answer in a chat ends: before the next turn and its empty line, which the client would send back."""
 
 
 class Request(BaseModel):
-    # Strict: nothing is guessed from a value of another type, and a field that is not known is refused, not ignored.
+    # Strict: values of other types are not converted, and unknown fields are errors.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, values: Any) -> Any:
-        """Leave one of the unknown fields, by which a request is refused: a million would be an error each."""
+        """Keep only one of the unknown fields, which is enough to refuse the request: each would be an error."""
         if not isinstance(values, dict):
             return values
         unknown = [name for name in values if name not in cls.model_fields]
@@ -92,22 +92,22 @@ class TextPart(Request):
 
 
 class Turn(Message):
-    """A turn as clients send it: a text, or parts that are read one after the other."""
+    """A turn as clients send it: a text, or parts, which are concatenated."""
 
     # Parts first: what is wrong with one of them is then the first of the errors.
     content: Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | str  # type: ignore[assignment]
 
     def line(self) -> str:
-        """The turn as it stands in the plain text of a dialogue."""
+        """The turn in the plain text of a dialogue."""
         said = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         name = {"user": "User: ", "assistant": "Assistant: "}.get(self.role, "")
         return name + said
 
 
 class ChatRequest(SamplingRequest):
-    """OpenAI's chat completions, as far as a model that only continues text can answer them.
+    """OpenAI's chat completions, for clients that support nothing else.
 
-    The models are not trained to follow instructions. This is for clients that support no other interface.
+    The models only continue text; they are not trained to follow instructions.
     """
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -115,7 +115,7 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Another name for max_tokens.")
 
     def completion(self) -> CompletionRequest:
-        """The request to continue the dialogue as a plain text, up to where somebody else would speak."""
+        """The request to continue the dialogue as plain text, up to the next speaker."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = self.model_dump(exclude={"messages", "max_tokens", "max_completion_tokens", "stop", "stream_options"})
         return CompletionRequest(
@@ -142,7 +142,7 @@ class DetokenizeRequest(Request):
 
 
 def _answer(name: str, about: str, **fields: Any) -> Any:
-    """The shape of an answer, for the OpenAPI description: its fields, which are required, and their types."""
+    """A response for the OpenAPI description: its fields, all required, and their types."""
     required = {field: (kind, ...) for field, kind in fields.items()}
     return create_model(name, __doc__=about, **required)  # type: ignore[call-overload]
 

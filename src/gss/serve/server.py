@@ -1,9 +1,9 @@
 """The process: a socket, an engine in its thread, uvicorn in front, connection limits, and orderly shutdown.
 
-A connection is idle from its start, or the end of a response, until the headers of a request are complete; idle ones
-make room for new ones. It is stalled while more data waits for it than the transport wants to buffer; clients that do
-not read are closed. A connection that has not sent a byte is a bare socket, which takes a tenth of the work of one with
-a transport and a parser, so a flood of them leaves time for others.
+A connection is idle from its start, or the end of a response, until the headers of a request are complete. Idle
+connections are closed to make room for new ones. A connection is stalled while it has more unsent data than the
+transport wants to buffer; it is closed if its client does not read. A connection that has not sent a byte is a bare
+socket, which costs a tenth of one with a transport and a parser, so a flood of them leaves time for others.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from gss.serve.engine import EngineThread
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
-RESERVE = 128  # descriptors for everything else, and for those that are closed at the end of a turn
-_TURN = 64  # connections accepted in one turn of the event loop
+RESERVE = 128  # descriptors for everything else, and for connections that are about to be closed
+_TURN = 64  # connections accepted in one iteration of the event loop
 PROGRESS = 1 << 16  # bytes that a stalled client must read in `send_seconds`
 
 
 def usable_connections(wanted: int) -> int:
-    """How many connections the limit on descriptors has room for, which is raised as far as it may be."""
+    """Raise the limit on descriptors as far as allowed; returns how many connections it has room for."""
     try:
         import resource
     except ImportError:  # Windows, which has none
@@ -53,13 +53,11 @@ def usable_connections(wanted: int) -> int:
 
 
 class Connections:
-    """All connections of a server."""
-
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.idle: dict[Connection | socket.socket, float] = {}  # since when, the oldest first
-        self.at_work: set[Connection] = set()  # those with a request under way
-        self.stalled: dict[Connection, tuple[float, int]] = {}  # since when, and the bytes that waited then
+        self.at_work: set[Connection] = set()  # those with a request in progress
+        self.stalled: dict[Connection, tuple[float, int]] = {}  # since when, and the bytes unsent then
         self._next_sweep = self._next_complaint = 0.0
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -67,56 +65,56 @@ class Connections:
         return len(self.idle) + len(self.at_work)
 
     def listen(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
-        """Accept what comes at a socket; who has something to say gets a connection that `make` makes."""
+        """Accept connections at a socket; the first byte of each turns it into a `Connection` made by `make`."""
         if listener.fileno() < 0:  # closed before it could accept again
             return
         listener.setblocking(False)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener, make)
 
     def stop_listening(self, listener: socket.socket) -> None:
-        """Accept nothing more, and close those who have said nothing."""
+        """Accept nothing more, and close connections that have not sent a byte."""
         asyncio.get_running_loop().remove_reader(listener)
-        for silent in [each for each in self.idle if isinstance(each, socket.socket)]:
-            self._close(silent)
+        for accepted in [each for each in self.idle if isinstance(each, socket.socket)]:
+            self._close(accepted)
 
     def _accept(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(_TURN):
             try:
-                silent, _ = listener.accept()
+                accepted, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors: try again later, with a line per minute about it
+            except OSError as error:  # no descriptors: try again later, and log it once a minute
                 if time.monotonic() > self._next_complaint:
                     self._next_complaint = time.monotonic() + 60
                     logging.getLogger("gss.serve").error("no connection can be accepted: %s", error)
                 loop.remove_reader(listener)
                 loop.call_later(0.5, self.listen, listener, make)
                 return
-            silent.setblocking(False)
-            self.idle[silent] = time.monotonic()
-            loop.add_reader(silent, self._speaks, silent, make)
+            accepted.setblocking(False)
+            self.idle[accepted] = time.monotonic()
+            loop.add_reader(accepted, self._readable, accepted, make)
             self.make_room()
 
-    def _speaks(self, silent: socket.socket, make: Callable[[], "Connection"]) -> None:
-        """Make a connection of a socket that has something to read; one that was only closed goes."""
+    def _readable(self, accepted: socket.socket, make: Callable[[], "Connection"]) -> None:
+        """Turn a socket that has sent something into a connection; close it if it was only closed."""
         with contextlib.suppress(OSError):
-            if silent.recv(1, socket.MSG_PEEK):
+            if accepted.recv(1, socket.MSG_PEEK):
                 loop = asyncio.get_running_loop()
-                loop.remove_reader(silent)
-                del self.idle[silent]
-                task = loop.create_task(self._start(make, silent))
+                loop.remove_reader(accepted)
+                del self.idle[accepted]
+                task = loop.create_task(self._start(make, accepted))
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
                 return
-        self._close(silent)
+        self._close(accepted)
 
     async def _start(self, make: Callable[[], "Connection"], accepted: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it has gone already
             await asyncio.get_running_loop().connect_accepted_socket(make, accepted)
 
     def make_room(self) -> None:
-        """Where there are too many, close the one that has been idle for the longest."""
+        """If there are too many, close the one that has been idle longest."""
         if len(self) > self.limits.connections and self.idle:
             self._close(next(iter(self.idle)))
 
@@ -129,7 +127,7 @@ class Connections:
             connection.close()
 
     def sweep(self) -> None:
-        """Close those that have been idle or stalled for too long."""
+        """Close connections that have been idle or stalled for too long."""
         now = time.monotonic()
         if now < self._next_sweep:
             return
@@ -137,7 +135,7 @@ class Connections:
         for connection, since in list(self.idle.items()):
             if now - since < self.limits.header_seconds:
                 break
-            if connection not in self.stalled:  # its last answer is still being read
+            if connection not in self.stalled:  # its last response is still being read
                 self._close(connection)
         for connection, (since, before) in list(self.stalled.items()):
             waiting = connection.transport.get_write_buffer_size()
@@ -148,7 +146,7 @@ class Connections:
         self.bound_unread()
 
     def bound_unread(self) -> None:
-        """Close those with most to read until all that waits to be sent is within its limit."""
+        """Close the connections with the most unsent data until all of it together is within the limit."""
         waiting = {each: each.transport.get_write_buffer_size() for each in self.stalled}
         total = sum(waiting.values())
         for connection in sorted(waiting, key=waiting.__getitem__, reverse=True):
@@ -158,47 +156,47 @@ class Connections:
             self._close(connection)
 
     def forget(self, connection: Any) -> None:
-        """Drop a connection that is closed."""
         self.idle.pop(connection, None)
         self.stalled.pop(connection, None)
         self.at_work.discard(connection)
 
 
 class Connection(H11Protocol):
-    """One connection, which tells the keeper of all of them whether it is idle, at work or stalled."""
+    """One connection, which tells `Connections` whether it is idle, at work or stalled."""
 
-    def __init__(self, keeper: Connections, *arguments: Any, **options: Any) -> None:
+    def __init__(self, connections: Connections, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._keeper = keeper
+        self._connections = connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._keeper.idle[self] = time.monotonic()
-        self._keeper.make_room()
+        self._connections.idle[self] = time.monotonic()
+        self._connections.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._keeper.forget(self)
+        self._connections.forget(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._keeper.idle.pop(self, None)
-            self._keeper.at_work.add(self)
+            self._connections.idle.pop(self, None)
+            self._connections.at_work.add(self)
 
     def on_response_complete(self) -> None:
-        self._keeper.at_work.discard(self)
+        self._connections.at_work.discard(self)
         if not self.transport.is_closing():
-            self._keeper.idle[self] = time.monotonic()  # before the next request, which may be here already
+            # Before the next request, which may have arrived already, is parsed.
+            self._connections.idle[self] = time.monotonic()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._keeper.stalled[self] = (time.monotonic(), self.transport.get_write_buffer_size())
-        self._keeper.bound_unread()
+        self._connections.stalled[self] = (time.monotonic(), self.transport.get_write_buffer_size())
+        self._connections.bound_unread()
 
     def resume_writing(self) -> None:
-        self._keeper.stalled.pop(self, None)
+        self._connections.stalled.pop(self, None)
         super().resume_writing()
 
 
@@ -215,11 +213,11 @@ def serve(
     ready: Callable[[str], None] = lambda url: None,
     **options: Any,
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT; what is running then has `drain_seconds` to end.
+    """Serve a model until SIGTERM or SIGINT; requests in progress then have `drain_seconds` to finish.
 
-    threads    of the model on a CPU; None: all cores but one, which is left to the connections
-    ready      called with the address when requests can come
-    options    further ones of `EngineThread`
+    threads    CPU threads for the model; None: all cores but one, which is left to the connections
+    ready      called with the address when the server accepts requests
+    options    further options of `EngineThread`
     """
     if not math.isfinite(drain_seconds):
         raise ValueError(f"the drain must be a number of seconds, not {drain_seconds}")
@@ -240,7 +238,7 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
         engine.start()
         gc.collect()
-        gc.freeze()  # what is loaded stays: looking through it again would only hold up requests
+        gc.freeze()  # what is loaded stays; collections that traverse it would only hold up requests
         bound, number = listener.getsockname()[:2]
         ready(f"http://[{bound}]:{number}" if ":" in bound else f"http://{bound}:{number}")
         try:
@@ -251,15 +249,15 @@ def serve(
 
 
 class HttpServer(uvicorn.Server):
-    """Keeps its connections within limits; when it shuts down, running requests get `drain_seconds` to end."""
+    """Keeps connections within limits; at shutdown, requests in progress get `drain_seconds` to finish."""
 
     def __init__(self, app: Any, engine: EngineThread, limits: Limits, drain_seconds: float = 0.0) -> None:
-        self.keeper = Connections(limits)
+        self.connections = Connections(limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, partial(Connection, self.keeper)),
-                log_level="error",  # a line for each malformed request would be the client's to write
+                http=cast(Any, partial(Connection, self.connections)),
+                log_level="error",  # malformed requests must not fill the log
                 access_log=False,
                 server_header=False,
                 lifespan="off",
@@ -271,34 +269,34 @@ class HttpServer(uvicorn.Server):
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if sys.platform == "win32":  # where the event loop watches no bare sockets
+        if sys.platform == "win32":  # whose event loop cannot watch bare sockets
             await super().startup(sockets)
             return
         self.servers = []
         for listener in sockets or ():
-            self.keeper.listen(listener, partial(Connection, self.keeper, self.config, self.server_state, {}))
+            self.connections.listen(listener, partial(Connection, self.connections, self.config, self.server_state, {}))
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        self.keeper.sweep()
+        self.connections.sweep()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if not self.servers:
             for listener in sockets or ():
-                self.keeper.stop_listening(listener)
+                self.connections.stop_listening(listener)
         self._engine.drain(0)
         asyncio.get_running_loop().call_later(self._drain_seconds, self._engine.abandon)
         await super().shutdown(sockets)
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens."""
+    """A listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         made = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # the system would hold megabytes for each client
-        # Of protocol TCP by name, not by default: only then does asyncio send small answers without delay.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # by default it is megabytes per client
+        # With TCP as its explicit protocol: only then does asyncio send small responses without delay.
         return socket.socket(made.family, made.type, socket.IPPROTO_TCP, fileno=made.detach())
     except OSError as error:
         reason = error.strerror or str(error)

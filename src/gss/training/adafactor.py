@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer & Stern 2018): second moments of a matrix kept as a row and a column, steps relative to its size.
+"""Adafactor (Shazeer & Stern 2018): factored second moments, and steps relative to the size of a parameter.
 
 torch's own Adafactor caps the rate at 1/√step, lacks the momentum that the Block-Recurrent Transformers were trained
 with, and synchronizes with the GPU twice per parameter. Learning rates are set from outside before every step. The
@@ -22,7 +22,7 @@ class Adafactor(torch.optim.Optimizer):
     """update = g / √v̂, clipped to a root mean square of 1; step = lr · max(1e-3, rms of the parameter) · update.
 
     v̂ of a matrix is rows ⊗ columns / mean(rows) of the averaged g², of a vector the averaged g² itself. With
-    `momentum` over 0 a running mean of the steps is taken. `weight_decay` shrinks parameters by lr · weight_decay.
+    `momentum` above 0, the steps are averaged. `weight_decay` shrinks parameters by lr · weight_decay.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], momentum: float = 0.9) -> None:

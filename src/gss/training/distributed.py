@@ -7,8 +7,9 @@ process, everything here is the identity. Independent of data, losses and files.
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from gss.model import LanguageModel
 from gss.nn.context import Context
 from gss.nn.gss import GSSLayer
 from gss.training.config import TrainConfig
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,24 @@ class World:
         """The largest of all processes' numbers, on each of them."""
         if self.size == 1:
             return number
-        word = torch.tensor(number)  # on the CPU: gloo carries it, and no GPU work is waited for
-        dist.all_reduce(word, dist.ReduceOp.MAX)
-        return int(word)
+        shared = torch.tensor(number)  # on the CPU: gloo transfers it without waiting for the GPU
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return int(shared)
+
+    def on_leader(self, action: Callable[[], _Result]) -> _Result | None:
+        """The result of an action that only the leader takes, None elsewhere. An error there stops every process."""
+        result, error = None, None
+        if self.leads:
+            try:
+                result = action()
+            except (OSError, ValueError) as caught:
+                error = caught
+        if self.largest(error is not None):
+            raise error or ValueError("the first process stopped; its message says why")
+        return result
 
     def context(self, size: int) -> Context | None:
-        """The processes that share this one's sequences: `size` of consecutive ranks; None where each has its own."""
+        """The `size` processes of consecutive ranks that share this one's sequences; None if each has its own."""
         if self.size % size:
             raise ValueError(
                 f"parallel.context={size} needs a multiple of {size} processes, but there are {self.size}: start as "
@@ -66,8 +81,9 @@ class World:
         return Context(mesh.get_group("context"))
 
     def gather_rows(self, tensor: Tensor, sharing: int = 1) -> Tensor | None:
-        """The rows of all processes in order, on the leader's CPU; None elsewhere. Shapes must be equal, and `sharing`
-        consecutive processes hold the same rows.
+        """The rows of all processes in order, on the leader's CPU; None elsewhere.
+
+        Shapes must be equal. Each group of `sharing` consecutive processes holds the same rows.
         """
         if self.size == 1:
             return tensor.cpu()
@@ -106,7 +122,8 @@ def joined(device: str) -> Iterator[World]:
 def prepare_layers(model: LanguageModel, config: TrainConfig, tokens: int) -> None:
     """Apply activation checkpointing and compilation to each layer in place; parameters keep their names.
 
-    GSS layers keep what they can where memory allows it, for the `tokens` that are differentiated at once.
+    GSS layers keep their wide products for the backward pass if there is memory for those of `tokens` tokens, the
+    number that is back-propagated at a time.
     """
     keep = not config.activation_checkpointing and model.device.type == "cuda"
     if keep and keeps_products(model, tokens, torch.cuda.get_device_properties(model.device).total_memory):
@@ -121,8 +138,8 @@ def prepare_layers(model: LanguageModel, config: TrainConfig, tokens: int) -> No
 
 
 def keeps_products(model: LanguageModel, tokens: int, memory: int) -> bool:
-    """Whether two 16-bit numbers per token and unit of every gate take at most a quarter of so many bytes, less what
-    weights, gradients and two moments take."""
+    """Whether the two wide 16-bit products of every gate take at most a quarter of the memory (bytes) that weights,
+    gradients and two moments leave."""
     widths = [layer.gate.out_features for layer in model.layers if isinstance(layer, GSSLayer)]
     lasting = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())
     return 4 * 2 * 2 * tokens * sum(widths) <= memory - lasting
@@ -151,7 +168,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """All parameters on every process within the context: for decoding, which uses them outside of any forward."""
+    """Within the context every process has all parameters: decoding uses them outside of any forward."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)

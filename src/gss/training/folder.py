@@ -57,7 +57,7 @@ class RunFolder:
         checkpoint.clean(self.checkpoints)
 
     def close(self) -> None:
-        """Release the folder for other processes; one in which nothing was written goes, so that a refusal leaves none."""
+        """Release the folder for other processes, and delete it if nothing was written to it, as after a refusal."""
         if self._lock is not None:
             with suppress(OSError):
                 if [path.name for path in self.path.iterdir()] == ["lock"]:
@@ -97,13 +97,11 @@ class RunFolder:
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows."""
         outcome = "it resumes from the newest checkpoint"
         with explained_full_disk(self.metrics, outcome), self.metrics.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def write_sample(self, step: int, text: str) -> None:
-        """Write a sample of text."""
         write_file(self.path / "samples" / f"step-{step:08d}.txt", text + "\n")
 
 

@@ -5,14 +5,11 @@ layout of the run folder are defined elsewhere.
 """
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,10 +25,10 @@ from gss.training import snapshot, start
 from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
+from gss.training.interrupt import Interrupt
 from gss.training.progress import Progress, matmul_rate, open_boards, perplexity
 from gss.training.step import Stepper, StepResult
 
-_Found = TypeVar("_Found")
 _VALIDATION = "valid"
 _CPU_FLOPS = 1.5e10  # per second and thread: a rough estimate, for a warning
 BATCHINGS: dict[str, type[Batches]] = {"segments": Segments, "lanes": Lanes, "packed": Packed}
@@ -88,12 +85,12 @@ def train(
     with joined(config.device) as world:
         if chosen and world.leads and not quiet:
             print(chosen, flush=True)
-        # One process reads all of the data against its hashes; the others wait for its word, then trust it.
-        dataset = _on_leader(world, lambda: open_dataset(data, "train"))
+        # The leader verifies the hashes of the data; the others wait for it.
+        dataset = world.on_leader(lambda: open_dataset(data, "train"))
         dataset = dataset or open_dataset(data, "train", verify=False)
         folder = RunFolder(out)
         try:
-            _on_leader(world, folder.open)
+            world.on_leader(folder.open)
             return _Run(config, dataset, folder, world, allow, quiet).go()
         finally:
             folder.close()
@@ -102,7 +99,7 @@ def train(
 def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfig, precision: str) -> dict[int, float]:
     """Nats per token at each configured length; lengths beyond the longest document are reduced to it.
 
-    In bf16 where training is in fp8: as whoever uses the model will read.
+    A model that trains in fp8 is evaluated in bf16, the precision in which it will be used.
     """
     report = config.report
     precision = "bf16" if precision == "fp8" else precision
@@ -124,43 +121,8 @@ def _batches(config: TrainConfig, dataset: Dataset) -> Batches:
     return short if config.late_length is None else Lengthened(short, of(config.late_length), config.first_late_step)
 
 
-def _on_leader(world: World, action: Callable[[], _Found]) -> _Found | None:
-    """The result of an action of the leading process, None elsewhere. An error there stops every process."""
-    found, error = None, None
-    if world.leads:
-        try:
-            found = action()
-        except (OSError, ValueError) as caught:
-            error = caught
-    if world.largest(error is not None):
-        raise error or ValueError("the first process stopped; its message says why")
-    return found
-
-
-class Interrupt:
-    """While entered, remembers the first Ctrl-C or SIGTERM, as a request to save and stop; a second stops at once."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self.__exit__()
-
-
 class _Run:
-    """A run, as one process sees it."""
+    """A run in one process."""
 
     def __init__(
         self, config: TrainConfig, dataset: Dataset, folder: RunFolder, world: World, allow: Sequence[str], quiet: bool
@@ -225,7 +187,7 @@ class _Run:
 
     def _resume(self, allow: set[str]) -> None:
         """Load the newest good checkpoint if there is any; refuse to resume it as another run."""
-        found = _on_leader(self.world, self._find_checkpoint)
+        found = self.world.on_leader(self._find_checkpoint)
         step = self.world.largest(-1 if found is None else found)
         if step < 0:
             return
@@ -238,8 +200,8 @@ class _Run:
         start.refuse_changes(saved.trainer, self.config, self.dataset, allow)
         if step > self.config.steps:
             raise ValueError(f"{self.folder.path} already has {step:,} steps, more than steps={self.config.steps:,}")
-        afresh = "optimizer.name" in differences(saved.trainer["config"], self.config)  # as another one must
-        snapshot.restore(self.stepper, saved.tensors, None if afresh else saved.trainer["optimizer"])
+        another = "optimizer.name" in differences(saved.trainer["config"], self.config)
+        snapshot.restore(self.stepper, saved.tensors, None if another else saved.trainer["optimizer"])
         self.step = self._saved_at = step
 
     def _find_checkpoint(self) -> int:
@@ -283,7 +245,7 @@ class _Run:
             self.progress.note(f"resuming from step {self.step:,} of {config.steps:,}{end}")
 
     def _log(self, show: bool) -> None:
-        """Fetch the results since the last call, stop where they are not finite, write them and show the last one."""
+        """Fetch the results since the last call, stop if they are not finite, write them and show the last one."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -335,7 +297,7 @@ class _Run:
             )
 
     def _sample(self) -> None:
-        """The prompt and its continuation, without dropout; under FSDP2 every process must generate it."""
+        """Write the sample prompt and its continuation, without dropout; under FSDP2 every process must generate it."""
         model, prompt, most = self.stepper.model, self.config.report.sample_prompt, self.config.report.sample_tokens
         how = {"sampling": Sampling(temperature=0.8), "seed": self.config.seed, "precision": "fp32"}
         with gathered(model):
@@ -346,7 +308,7 @@ class _Run:
         self.progress.note(f"step {self.step:,} · sample:\n{text}")
 
     def _save(self) -> None:
-        """Write a checkpoint unless this step has one; results up to here have been read and are finite."""
+        """Write a checkpoint unless this step has one. `_log` has checked that all results up to here are finite."""
         if self._saved_at == self.step:
             return
         tensors, scalars = snapshot.take(self.stepper)
@@ -357,7 +319,7 @@ class _Run:
             "optimizer": scalars,
             "processes": self.world.size,
         }
-        _on_leader(self.world, lambda: self._write_checkpoint(tensors, trainer))
+        self.world.on_leader(lambda: self._write_checkpoint(tensors, trainer))
         self._saved_at = self.step
 
     def _write_checkpoint(self, tensors: snapshot.Groups, trainer: dict[str, Any]) -> None:

@@ -17,18 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from gss.training.distributed import like
 
-MOMENTUM = 0.95
+_MOMENTUM = 0.95
 _ITERATIONS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x: the steepest start, which brings every singular value to between 0.7 and 1.2."""
+"""Of x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, chosen for a steep start; brings every singular value to between 0.7 and 1.2."""
 _TINY = 1e-7  # keeps a matrix without gradient at 0
-_ADAM_SIZE = 0.2  # root mean square of an AdamW update: with it, both take the same rates
+_ADAM_SIZE = 0.2  # root mean square of an AdamW update; with it, the same rates suit both
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for the groups that have `orthogonal` set, AdamW for the others; decoupled weight decay for both.
 
-    `blocks` says of how many matrices of the same shape, stacked by rows, a parameter is made; 1 where it is not named.
+    `blocks` gives the number of equal matrices that are stacked, by rows, in a parameter: 1 if it is not named.
     """
 
     def __init__(
@@ -37,11 +37,10 @@ class Muon(torch.optim.Optimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.98),
         epsilon: float = 1e-8,
-        momentum: float = MOMENTUM,
         blocks: Mapping[Tensor, int] | None = None,
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "orthogonal": False})
-        self._momentum, self._blocks = momentum, dict(blocks or {})
+        self._blocks = dict(blocks or {})
         self._matrices = [group for group in self.param_groups if group["orthogonal"]]
         rest = [group for group in self.param_groups if not group["orthogonal"]]
         # It shares the group objects and the state, so setting rates and restoring checkpoints work as usual.
@@ -83,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        ahead = gradient.lerp(state["momentum"].lerp_(gradient, 1 - self._momentum), self._momentum)
+        ahead = gradient.lerp(state["momentum"].lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
         return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
 
 

@@ -79,7 +79,7 @@ Groups = list[dict[str, Any]]
 def _muon(model: nn.Module, groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     groups = [{**group, "orthogonal": group["name"] == DECAYED} for group in groups]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    # Parameters alone: with LoRA a `weight` is computed, and would be kept.
+    # Not `m.weight`: with LoRA it is computed, not a parameter.
     blocks: dict[Tensor, int] = {p: getattr(m, "blocks", 1) for m in linear for p in m.parameters(recurse=False)}
     return Muon(groups, betas=config.betas, epsilon=config.epsilon, blocks=blocks)
 

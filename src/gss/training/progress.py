@@ -89,7 +89,6 @@ class Progress:
             board.close()
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._console.print(Text(text))
 
     def training(self, row: Mapping[str, Any], seconds_left: float) -> None:
@@ -115,7 +114,6 @@ class Progress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Send metrics to the boards."""
         for board in self._boards:
             board.add(step, values)
 

@@ -46,7 +46,7 @@ def take(stepper: Stepper) -> tuple[Groups, dict[str, dict[str, float]]]:
 def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any] | None) -> None:
     """Load a snapshot into a new stepper of the same model, on any number of processes.
 
-    Without the scalars of its optimizer, the stepper's starts afresh.
+    If `scalars` is None, the optimizer starts fresh.
     """
     parameters, saved = dict(stepper.model.named_parameters()), groups[MODEL]
     if odd := sorted(parameters.keys() ^ saved.keys()):
@@ -77,7 +77,7 @@ def restore(stepper: Stepper, groups: Mapping[str, Mapping[str, Tensor]], scalar
 
 
 def _restore_optimizer(stepper: Stepper, parameters: Mapping[str, Parameter], saved: Mapping[str, Tensor]) -> None:
-    """Fill the state that the optimizer itself makes in a step without gradient, which also moves the parameters."""
+    """Have the optimizer make its state in a step with zero gradients, and fill it. The step changes the parameters."""
     optimizer = stepper.optimizer
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

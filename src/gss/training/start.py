@@ -24,8 +24,8 @@ _DECISIVE = ("preset", "model", "start", "lora", "tune", "device")
 _TINY, _SMALL = 4_000_000, 150_000_000
 """Number of parameters up to which a model learns something in a minute on a CPU, and in minutes on a GPU."""
 _PASSES, _STRONG_DECAY, _DROPOUT = 4, 1.0, 0.15
-"""A model that reads its corpus this often overfits, which a stronger weight decay and dropout prevent: over 6.4 passes
-they lower held-out perplexity by 12% to 15% (docs/results.md). Fewer passes were only tried with the recipe as it is.
+"""A model that reads its corpus this often overfits; stronger weight decay and dropout prevent that. Over 6.4 passes
+they lower held-out perplexity by 12% to 15% (docs/results.md). With fewer passes we have not tried them.
 """
 
 
@@ -36,8 +36,8 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
     model = build_model(config.model) if fresh else _loaded(str(config.start), config, dataset)
     if config.model.vocab_size < dataset.vocab_size:
         raise ValueError(
-            f"the data's vocabulary has {dataset.vocab_size} ids, the model {config.model.vocab_size}: prepare the text "
-            "again with the model's own vocabulary (`gss prepare --tokenizer RUN`), or give another --out"
+            f"the data's vocabulary has {dataset.vocab_size} ids, the model {config.model.vocab_size}: prepare the "
+            "text again with the model's own vocabulary (`gss prepare --tokenizer RUN`), or give another --out"
         )
     if config.lora is not None:
         add_lora(model, config.lora)
@@ -152,7 +152,7 @@ def refuse_changes(trainer: dict[str, Any], config: TrainConfig, dataset: Datase
         if (before := trainer["data"].get(name)) != now[name] and f"data.{name}" not in allow:
             changed[f"data.{name}"] = (before, now[name])
     if changed:
-        # Another preset is another model: what else that changes says nothing more.
+        # A different preset is a different model: leave out the settings that change with it.
         shown = {name: values for name, values in changed.items() if "preset" not in changed or "model." not in name}
         what = "; ".join(f"{name} was {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in shown.items())
         flags = " ".join(f"--allow {name}" for name in changed)

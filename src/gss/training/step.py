@@ -83,10 +83,10 @@ class Stepper:
     def step(self, batch: Batch[Tensor], step: int) -> StepResult:
         """Forward, backward, clip, update: step number `step`, counted from 0."""
         config, world = self.config, self.world
-        # Randomness (dropout) depends on the step's number alone, so that it is the same after a resume.
+        # Randomness (dropout) depends only on the step's number, so it is the same after a resume.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + world.rank) % 2**63)
         if config.compile and self._compiled_length not in (None, batch.tokens.shape[1]):
-            torch.compiler.reset()  # graphs for the new length alone: those for any length are slower
+            torch.compiler.reset()  # compile for the new length: graphs for any length are slower
         self._compiled_length = batch.tokens.shape[1]
         learning_rate = set_learning_rates(self.optimizer, config.optimizer, step, config.steps)
         targets = world.sum((self.context.own(batch.mask) if self.context else batch.mask).sum())
@@ -107,7 +107,7 @@ class Stepper:
         at_once = (config.micro_batch_tokens or config.batch_tokens) // length
         for first in range(0, count, at_once):
             rows = slice(first, min(first + at_once, count))
-            if self.lanes is not None:  # a lane is fresh where a document begins
+            if self.lanes is not None:  # a lane starts fresh where a document begins
                 lanes = self.lanes.select(range(rows.start, rows.stop))
                 state = lanes.where(batch.starts[rows, 0], self.model.initial_state(lanes.batch))
             starts = batch.starts[rows] if config.batching == "packed" else None
