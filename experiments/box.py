@@ -217,7 +217,7 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool, mos
     """What the rounded model scores at each length that the books reach, and what rounding has cost."""
     beside = 1 << 17 if device == "cuda" else 1 << 14
     lengths, most, beside = (LENGTHS, most, beside) if not trial else ((128, 512), 8192, 4096)
-    model = load(box, device=device, weights="fp32").model
+    model = load(box, device=device, weights="fp32")
     reached = [length for length in lengths if length <= held_out.lengths.max()]
     result = evaluate(model, held_out, reached, max_tokens=most, batch_tokens=beside, precision="fp32")
     rows = [{**asdict(row), "perplexity": row.perplexity} for row in result.rows]
@@ -226,7 +226,7 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool, mos
     length, tokens = lengths[1], min(result.tokens, 1 << 20)
     before, after = (
         evaluate(which, held_out, [length], max_tokens=tokens, batch_tokens=beside, precision="fp32").rows[0]
-        for which in (load(run, device=device).model, model)
+        for which in (load(run, device=device), model)
     )
     return {
         "scores": rows,

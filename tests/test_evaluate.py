@@ -1,6 +1,7 @@
 """Perplexity by length: window arithmetic on integers, and scores against a plain loop."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from gss.evaluation import evaluate, reachable_lengths, windows
 from gss.scoring import token_scores
 from tests.comparing import relative_error
 from tests.conftest import ALL_FAMILIES, small_config
-from tests.making import dataset_from_arrays
+from tests.making import dataset_from_arrays, make_corpus, make_run
 
 EOS = 60
 
@@ -35,7 +36,9 @@ def dataset() -> Dataset:
     return dataset_from_arrays(documents, vocab_size=61, eos_id=EOS)
 
 
-def plain_losses(model: gss.LanguageModel, dataset: Dataset, length: int | None) -> list[list[float]]:
+def plain_losses(
+    model: gss.LanguageModel, dataset: Dataset, length: int | None, eos_first: bool = False
+) -> list[list[float]]:
     """The losses of every document's targets, window by window, from whole forwards."""
     result = []
     for document in dataset.documents():
@@ -43,7 +46,7 @@ def plain_losses(model: gss.LanguageModel, dataset: Dataset, length: int | None)
         size = length or len(ids)
         for start in range(0, len(ids), size):
             targets = ids[start : start + size]
-            inputs = [ids[start - 1] if start else EOS, *targets[:-1]]
+            inputs = [ids[start - 1] if start and not eos_first else EOS, *targets[:-1]]
             logits = model(torch.tensor([inputs]))[0][0]
             losses += F.cross_entropy(logits, torch.tensor(targets), reduction="none").tolist()
         result.append(losses)
@@ -63,6 +66,28 @@ def test_agrees_with_a_plain_loop(family: str, length: int | None, dataset: Data
         by_position = sum(part.loss * part.tokens for part in row.by_position)
         assert by_position == pytest.approx(total, rel=1e-9)
         assert sum(part.tokens for part in row.by_position) == 192
+
+
+def test_windows_start_as_rows_of_training_did(dataset: Dataset) -> None:
+    model = gss.build_model(small_config("gss")).double()
+    found = {
+        eos_first: evaluate(model, dataset, [32], eos_first=eos_first).rows[0].loss for eos_first in (False, True, None)
+    }
+    for eos_first in (False, True):
+        losses = [loss for document in plain_losses(model, dataset, 32, eos_first) for loss in document]
+        assert found[eos_first] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+    assert found[None] == found[False] != found[True]
+
+
+def test_a_run_says_how_its_rows_started(tmp_path: Path) -> None:
+    data = make_corpus(tmp_path, {"train/1": "abc def " * 40, "valid/1": "abd cef " * 40})
+    for eos_first in (False, True):
+        lm = gss.load(make_run("gss-tiny", data, tmp_path / str(eos_first), eos_first=eos_first))
+        assert lm.eos_first is eos_first
+        by_lm, by_model = (
+            evaluate(model, data, [64], eos_first=given) for model, given in ((lm, None), (lm.model, eos_first))
+        )
+        assert by_lm == by_model
 
 
 def test_positions_words_bytes_and_errors(dataset: Dataset) -> None:

@@ -126,6 +126,7 @@ def evaluate(
     batch_tokens: int = 16_384,
     precision: str = "auto",
     context: Context | None = None,
+    eos_first: bool | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score a model at each length (None: whole documents with the state carried).
@@ -136,6 +137,8 @@ def evaluate(
     batch_tokens    tokens per batch when windows are short
     precision       fp32, bf16 (autocast), or auto: bf16 for a float32 model on a GPU that supports it
     context         ranks that share long sequences, a piece each; all of them call this and get the result
+    eos_first       start every window with the end-of-document id instead of the token before it, as the rows of runs
+                    with this setting start. None: as the run of an `LM` was trained; no for a bare model
     report          called with the number of targets scored so far and in total
 
     >>> lm = gss.load(run)
@@ -143,6 +146,8 @@ def evaluate(
     >>> [row.length for row in result.rows]
     [64, None]
     """
+    if eos_first is None:
+        eos_first = not isinstance(model, LanguageModel) and model.eos_first
     model, dataset = opened(model, dataset, split)
     counts = _selected(dataset, max_tokens)
     _check(lengths, counts, piece, batch_tokens)
@@ -156,7 +161,7 @@ def evaluate(
             tally = _Tally(len(counts), length or max(counts))
             for batch in _batches(windows(counts, length), piece, batch_tokens):
                 with running(model, precision):
-                    ids = [_ids(dataset, window) for window in batch]
+                    ids = [_ids(dataset, window, eos_first) for window in batch]
                     for part in score_sequences(model, ids, piece=piece, context=context):
                         tally.add(batch[: len(part.counted)], part)
                 done += sum(window.stop - window.start for window in batch)
@@ -217,10 +222,10 @@ def _batches(cut: list[Window], piece: int, batch_tokens: int) -> Iterator[list[
         first += rows
 
 
-def _ids(dataset: Dataset, window: Window) -> npt.NDArray[np.int64]:
+def _ids(dataset: Dataset, window: Window, eos_first: bool) -> npt.NDArray[np.int64]:
     """The targets of a window, preceded by the id before them: the end-of-document id at a document's start."""
     begin = int(dataset.starts[window.document])
-    before = dataset.tokens[begin + window.start - 1] if window.start else dataset.eos_id
+    before = dataset.tokens[begin + window.start - 1] if window.start and not eos_first else dataset.eos_id
     return np.concatenate([[before], dataset.tokens[begin + window.start : begin + window.stop]]).astype(np.int64)
 
 

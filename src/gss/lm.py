@@ -76,6 +76,8 @@ class LM:
     """The training step of the checkpoint."""
     preset: str | None = None
     """Name of the preset that the model is based on; None if unknown."""
+    eos_first: bool = False
+    """Whether rows of training started with the end-of-document id, as the windows of `gss.evaluate` then do."""
 
     def __repr__(self) -> str:
         size = account(self.model.config).parameters
@@ -208,7 +210,8 @@ def load(
         model.start_from(state if isinstance(state, ModelState) else load_state(state))
     if device.type == "cpu":
         use_large_pages(model)
-    return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"))
+    eos_first = config.get("eos_first") is True
+    return LM(model.to(device), load_tokenizer(folder), step, config.get("preset"), eos_first)
 
 
 def _in_format(model: LanguageModel, weights: str) -> LanguageModel:

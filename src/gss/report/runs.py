@@ -153,7 +153,7 @@ def scores(
     def report(done: int, total: int) -> None:
         show(f"scoring {run.name}", done / total)
 
-    result = evaluate(model, dataset, wanted, max_tokens=max_tokens, report=report)
+    result = evaluate(model, dataset, wanted, max_tokens=max_tokens, eos_first=run.loaded.eos_first, report=report)
     model.to("cpu")
     keep(run.folder, run.loaded.step, dataset, result)
     return Scores(result, dataset.hash, dataset.unigram_entropy)

@@ -105,7 +105,9 @@ def validation_losses(model: LanguageModel, dataset: Dataset, config: TrainConfi
     precision = "bf16" if precision == "fp8" else precision
     longest = longest_document(dataset, report.evaluate_tokens)
     lengths = sorted({min(length, longest) for length in report.evaluate_lengths or (config.length,)})
-    result = evaluate(model, dataset, lengths, max_tokens=report.evaluate_tokens, precision=precision)
+    result = evaluate(
+        model, dataset, lengths, max_tokens=report.evaluate_tokens, precision=precision, eos_first=config.eos_first
+    )
     return {row.length: row.loss for row in result.rows if row.length is not None}
 
 
