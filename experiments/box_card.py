@@ -78,7 +78,7 @@ named: `gss generate --prompt "…"`, `gss serve`, `gss.load()`.
 ## How well it does
 
 On {held_out["documents"]:,} held-out documents, {held_out["tokens"]:,} tokens, each length over the same targets, with
-the weights as they ship, computed in float32:
+the weights as they ship, computed in {facts.get("precision", "float32")}:
 
 {measured}
 

@@ -39,7 +39,7 @@ _IMPORTS = {
     "decode": "model nn ops precision sampling",
     "generate": "model nn data precision decode",
     "scoring": "model nn",
-    "lm": "choices model ops nn sampling data precision generate io io.files scoring box",
+    "lm": "accounting choices model ops nn sampling data precision generate io io.files scoring box",
     "evaluation": "model nn data precision scoring lm paper",
     "training": "gss config nn model precision io io.files data generate lm evaluation "
     "choices pieces accounting presets recipes",
