@@ -238,8 +238,10 @@ def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> 
     inside = graph("Trilu", graph("MatMul", queries, graph.transposed(keys, 0, 2, 1)), upper=0)
     y = graph("Add", graph("MatMul", inside, values), graph("MatMul", early, state))
     y = graph("Add", y, graph("Mul", values, graph.parameter(space.skip.reshape(-1, 1, 1))))
-    kept = _turned(graph, state, [_row(graph, table[..., None], piece) for table in _halves(powers(counts))], 1)
-    return y, graph("Add", kept, graph("MatMul", graph.transposed(late, 0, 2, 1), values))
+    # λ^L is near 1 for a slow mode; its difference from 1 keeps the digits that thousands of steps need.
+    lost = _turned(graph, state, [_row(graph, table[..., None], piece) for table in _halves(powers(counts) - 1)], 1)
+    change = graph("Add", lost, graph("MatMul", graph.transposed(late, 0, 2, 1), values))
+    return y, graph("Add", state, change)
 
 
 def _unit(graph: Graph, x: str, width: int) -> str:
