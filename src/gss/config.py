@@ -101,6 +101,9 @@ class MatrixStateConfig(Checked):
     skip: float = 1.0
     """Initial skip weight d: how much of each value goes directly into its own output. A mode that decays over T tokens
     writes with weight √(2/T), so next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
+    multiscale: bool = False
+    """Whether each head starts with its own part of the decays, from the fastest to the slowest, instead of drawing from
+    the whole range."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -127,6 +127,14 @@ def test_the_skip_of_a_matrix_state() -> None:
         small_config("gss2", **{"matrix_state.skip": math.inf})
 
 
+def test_heads_share_out_the_decays_where_they_are_multiscale() -> None:
+    config = small_config("gss2", **{"matrix_state.multiscale": True, "state_space.decay_range": [1e-4, 0.5]})
+    decays = gss.build_model(config).layers[0].state_space.log_decay
+    assert (decays[:-1].min(1).values >= decays[1:].max(1).values).all()
+    assert decays.exp().min() >= 1e-4
+    assert decays.exp().max() <= 0.5
+
+
 def test_layers_may_start_as_the_identity() -> None:
     x = torch.randn(1, 9, 16)
     for zero in (True, False):

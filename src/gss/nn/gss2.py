@@ -157,6 +157,8 @@ class KeyedStateSpace(StateSpace):
         for parameter, draw in ((self.log_decay, initial_decay), (self.log_frequency, initial_frequency)):
             if not parameter.is_meta:
                 parameter.data.copy_(torch.stack([draw(config.state_space) for _ in range(self.heads)]).log())
+        if config.matrix_state.multiscale and not self.log_decay.is_meta:
+            self.log_decay.data = self.log_decay.data.flatten().sort(descending=True).values.view_as(self.log_decay)
         self.skip = nn.Parameter(torch.full((self.heads,), float(config.matrix_state.skip)))  # D
 
     def rate(self) -> Tensor:
