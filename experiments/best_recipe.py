@@ -34,6 +34,13 @@ NAMES = {
         "feedforward_width=176",
     ),
     "values of 256": ("matrix_state.value_width=256", "feedforward_width=1056"),
+    "multiscale, no skip, no fast modes": (
+        "matrix_state.multiscale=true",
+        "matrix_state.skip=0",
+        "state_space.decay_range=[0.000125,0.05]",
+    ),
+    "multiscale, no skip": ("matrix_state.multiscale=true", "matrix_state.skip=0"),
+    "no skip": ("matrix_state.skip=0",),
     "forget gates": ("matrix_state.forget_gate=true",),
     "slow decays": ("state_space.decay_range=[3e-5,0.1]",),
     "window 512": ("attention.sliding=512",),
@@ -56,6 +63,10 @@ MEANINGS = {
     "64 modes, values of 256": "and 256 numbers per value instead of 128, twice the state, at equal parameters",
     "64 modes, values of 384": "the same with 384 numbers per value",
     "values of 256": "256 numbers per value instead of 128, twice the state, at equal parameters",
+    "multiscale, no skip": "the first head has the fastest decays and the last the slowest, and no value goes into its "
+    "own output at first",
+    "multiscale, no skip, no fast modes": "the same with time constants of 20 to 8,000 tokens instead of 2 to 8,000",
+    "no skip": "no value goes into its own output at first",
     "forget gates": "a token also chooses how much of each head's state is kept (an option until commit 4f9b0dc)",
     "slow decays": "time constants of 10 to 33,000 tokens",
     "window 512": "instead of 4,096",
@@ -236,11 +247,14 @@ def probed(folder: Path = RESULTS) -> Iterator[tuple[str, Run]]:
 
 
 def shown(folder: Path = RESULTS) -> list[tuple[str, Run]]:
-    """Of each model, its best probed run and the one that looks farthest back."""
+    """Of each model, its best run probed on books and the one that looks farthest back; other corpora have too few
+    documents for it.
+    """
     kinds: dict[tuple[str, ...], list[tuple[str, Run]]] = {}
     for corpus, run in probed(folder):
-        kind = [name for name in settings(run) if name == "no attention"]
-        kinds.setdefault((corpus, model(run), *kind), []).append((corpus, run))
+        if corpus == "books":
+            kind = [name for name in settings(run) if name == "no attention"]
+            kinds.setdefault((model(run), *kind), []).append((corpus, run))
     pairs = [(runs[0], max(runs, key=lambda entry: reach(entry[1]) or 0)) for runs in kinds.values()]
     return [entry for first, farthest in pairs for entry in ([first] if first is farthest else [first, farthest])]
 

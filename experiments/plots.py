@@ -60,7 +60,7 @@ def _look(index: int) -> dict[str, Any]:
 
 def context(entries: Sequence[tuple[str, Run]]) -> "Sequence[Axes]":
     """How much worse the last 512 tokens of a window are read with fewer true tokens before them than with the most."""
-    (axes,) = panels = _panels(1, 8.6, 4.2)
+    (axes,) = panels = _panels(1, 8.6, 4.8)
     worst_first = sorted(entries, key=lambda entry: -entry[1]["context"]["excess"][0])
     for index, (_, run) in enumerate(worst_first):
         found = run["context"]
@@ -72,7 +72,7 @@ def context(entries: Sequence[tuple[str, Run]]) -> "Sequence[Axes]":
     logarithmic(axes.xaxis)
     axes.set_xticks(distances, [best_recipe.tokens(at) for at in distances])
     axes.set_xticks([], minor=True)
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize="small")
     return panels
 
 

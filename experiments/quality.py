@@ -32,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +110,7 @@ def measure(
         own = peer + own
     recipe = dict(setting.split("=", 1) for setting in (*(f"{k}={v}" for k, v in RECIPE.items()), *changes, *own))
     held_out = open_dataset(corpus, "valid")
-    folder = work / f"{corpus.name}-{system}".replace("/", "-")
+    folder = work / f"{corpus.name}-{name}-{zlib.crc32(system.encode()):08x}"
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
     with in_turn(work, until - _SCORING_SECONDS - (_PROBING_SECONDS if probed else 0)):
         if gss.train(config, corpus, folder, quiet=True).signal is not None:

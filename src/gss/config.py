@@ -102,8 +102,8 @@ class MatrixStateConfig(Checked):
     """Initial skip weight d: how much of each value goes directly into its own output. A mode that decays over T tokens
     writes with weight √(2/T), so next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""
     multiscale: bool = False
-    """Whether each head starts with its own part of the decays, from the fastest to the slowest, instead of drawing from
-    the whole range."""
+    """Whether heads start with different decays, from the fastest in the first to the slowest in the last, instead of
+    drawing from the whole range each. Better without attention layers, worse beside them (docs/results.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
