@@ -12,7 +12,7 @@ kernels, gss2_on_gpu, fp8_on_gpu     the kernels of training: errors, times, set
 decode_on_gpu, serve_throughput      the speed of `gss generate`, `gss.decode.stream` and `gss serve`
 beside_llama, beside_commit          decoding on a CPU compared with llama.cpp; training on a GPU with another commit
 millions, same_loss, data_speed      steps on millions of tokens; losses with and without kernels; tokenizing, batching
-box                  the model in the box: trained, rounded, scored (box_texts, box_export, box_card)
+box, box_loops       the model in the box: trained, rounded, scored (box_texts, box_export, box_card); and against loops
 measurements, ceilings, memory, parts    helpers: rows and their header, the machine's rates, peak memory, guarded parts
 
 None of it is in the wheel.

@@ -240,13 +240,15 @@ def score(box: Path, run: Path, held_out: Dataset, device: str, trial: bool, mos
     }
 
 
-def facts(arguments: argparse.Namespace, data: Path, decided: dict[str, Any], minutes: float) -> dict[str, Any]:
+def facts(
+    arguments: argparse.Namespace, run: Path, data: Path, decided: dict[str, Any], minutes: float
+) -> dict[str, Any]:
     """All that the card says, from the run's own files, but the scores and the sample."""
     model, tokenizer, step, _ = load(arguments.out)
     config = json.loads((arguments.out / "config.json").read_text())
     manifest = read_manifest(data)
     split = manifest.splits["train"]
-    rows = [row for row in read_metrics(arguments.work / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
     speeds = sorted(row["tokens_per_second"] for row in rows)
     every = math.ceil(len(rows) / 40)
     kinds = model.config.layers
@@ -293,6 +295,36 @@ def before(start: str | None) -> dict[str, Any]:
     return {"before": {name: known[name] for name in KEPT}}
 
 
+def finish(
+    arguments: argparse.Namespace,
+    run: Path,
+    data: Path,
+    decided: dict[str, Any],
+    minutes: float,
+    clock: Clock,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """From a trained run to the folder that ships, with its card, on which `more` stands, too."""
+    if (arguments.out / "config.json").exists():
+        shutil.rmtree(arguments.out)
+    box = write_box(run, arguments.out, weights=arguments.weights)
+    device = "cuda" if torch.cuda.is_available() and not arguments.trial else "cpu"
+    known = facts(arguments, run, data, decided, minutes) | (more or {})
+    held_out = open_dataset(data, "valid")
+    known |= score(box, run, held_out, device, arguments.trial, arguments.score_tokens)
+    clock.say("scored")
+    lm = load(box)
+    known["memory"] = time_constants(lm.model)
+    known["line_breaks"] = line_breaks(lm, islice(held_out.documents(), 4))
+    text = lm.generate(PROMPT, max_tokens=200, temperature=TEMPERATURE)
+    known["samples"] = samples(lm, 10 if arguments.trial else TOKENS)
+    known["sample"] = {"prompt": PROMPT, "temperature": TEMPERATURE, "seed": 0, "text": PROMPT + text}
+    known["bytes"] = folder_size(box)  # the card and its figures, a few kB, are not written yet
+    write_card(box, known)
+    print((box / "card.md").read_text())
+    clock.say(f"{box}: {folder_size(box):,} bytes; put it at src/gss/box/model to ship it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("books", type=Path, nargs="?", help="the archives' folder; a trial does without")
@@ -323,25 +355,7 @@ def main() -> None:
         sys.exit("there are steps left, and they were asked for: give the same command again")
     if _asked(arguments) and clock.left < AFTER_TRAINING:
         sys.exit("trained, with too little time left to score it: give the same command again")
-    if (arguments.out / "config.json").exists():
-        shutil.rmtree(arguments.out)
-    run = arguments.work / "run"
-    box = write_box(run, arguments.out, weights=arguments.weights)
-    device = "cuda" if torch.cuda.is_available() and not arguments.trial else "cpu"
-    known = facts(arguments, data, decided, minutes)
-    held_out = open_dataset(data, "valid")
-    known |= score(box, run, held_out, device, arguments.trial, arguments.score_tokens)
-    clock.say("scored")
-    lm = load(box)
-    known["memory"] = time_constants(lm.model)
-    known["line_breaks"] = line_breaks(lm, islice(held_out.documents(), 4))
-    text = lm.generate(PROMPT, max_tokens=200, temperature=TEMPERATURE)
-    known["samples"] = samples(lm, 10 if arguments.trial else TOKENS)
-    known["sample"] = {"prompt": PROMPT, "temperature": TEMPERATURE, "seed": 0, "text": PROMPT + text}
-    known["bytes"] = folder_size(box)  # the card and its figures, a few kB, are not written yet
-    write_card(box, known)
-    print((box / "card.md").read_text())
-    clock.say(f"{box}: {folder_size(box):,} bytes; put it at src/gss/box/model to ship it")
+    finish(arguments, arguments.work / "run", data, decided, minutes, clock)
 
 
 if __name__ == "__main__":

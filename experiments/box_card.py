@@ -64,7 +64,7 @@ def card(facts: Mapping[str, Any]) -> str:
         if tried
         else ""
     )
-    written += _line_breaks(facts) + _memory(facts)
+    written += _against_loops(facts) + _line_breaks(facts) + _memory(facts)
     quoted = "\n".join(f"> {line}".rstrip() for line in facts["sample"]["text"].splitlines())
     return f"""# The model in the box
 
@@ -117,6 +117,18 @@ def _training(facts: Mapping[str, Any]) -> str:
         f"{training['seed']}; {training['minutes']:.1f} minutes on {facts['hardware']}, "
         f"{training['tokens_per_second']:,.0f} tokens per second"
         + (f"; stopped by the clock, {planned:,} steps were planned" if training["steps"] < planned else "")
+    )
+
+
+def _against_loops(facts: Mapping[str, Any]) -> str:
+    known = facts.get("unlikelihood")
+    if not known:
+        return ""
+    before, after = ((known[when]["blank"], known[when]["loops"]) for when in ("before", "after"))
+    return (
+        f"\n\nThe last training made repeats in its own texts less likely (unlikelihood of {known['order']}-grams,\n"
+        f"weight {known['weight']:g}). Of {known['after']['texts']} texts with other seeds, {sum(before)} ran into "
+        f"line breaks or a loop before it\nand {sum(after)} after it."
     )
 
 

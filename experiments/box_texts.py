@@ -9,7 +9,7 @@ import re
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,9 +124,13 @@ def line_breaks(lm: gss.LM, documents: Iterable[Document]) -> dict[str, float]:
 def samples(lm: gss.LM, tokens: int = TOKENS) -> dict[str, Any]:
     """How many continuations of PROMPTS run into blank lines or into a loop."""
     texts = [lm.generate(prompt, max_tokens=tokens, temperature=COOL, seed=i) for i, prompt in enumerate(PROMPTS)]
+    return {"tokens": tokens, "temperature": COOL, **faults(texts)}
+
+
+def faults(texts: Sequence[str]) -> dict[str, int]:
+    """How many texts there are, how many of them run into blank lines, and how many into a loop."""
     blank = sum(re.search(r"(\n\s*){5}", text) is not None for text in texts)
-    loops = sum(map(in_a_loop, texts))
-    return {"texts": len(texts), "tokens": tokens, "temperature": COOL, "blank": blank, "loops": loops}
+    return {"texts": len(texts), "blank": blank, "loops": sum(map(in_a_loop, texts))}
 
 
 def in_a_loop(text: str) -> bool:
