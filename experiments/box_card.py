@@ -33,7 +33,7 @@ def card(facts: Mapping[str, Any]) -> str:
     missing = [name for name in FIELDS if name not in facts]
     if missing:
         raise ValueError(f"the card needs {', '.join(missing)}: measure them first")
-    data, training, held_out, rounding = facts["data"], facts["training"], facts["held_out"], facts["rounding"]
+    data, training, held_out = facts["data"], facts["training"], facts["held_out"]
     lengths = [f"{row['length']:,}" if row["length"] else "whole books" for row in facts["scores"]]
     kind = facts.get("weights", "bf16")
     scores = [
@@ -82,8 +82,7 @@ the weights as they ship, computed in {facts.get("precision", "float32")}:
 
 {measured}
 
-Rounding the matrices to {kind} took perplexity at {rounding["length"]:,} tokens from {rounding["before"]:.3f} to
-{rounding["after"]:.3f} ({rounding["tokens"]:,} tokens).{written}
+{_rounding(facts)}{written}
 
 ## Data
 
@@ -117,6 +116,16 @@ def _training(facts: Mapping[str, Any]) -> str:
         f"{training['seed']}; {training['minutes']:.1f} minutes on {facts['hardware']}, "
         f"{training['tokens_per_second']:,.0f} tokens per second"
         + (f"; stopped by the clock, {planned:,} steps were planned" if training["steps"] < planned else "")
+    )
+
+
+def _rounding(facts: Mapping[str, Any]) -> str:
+    kind, rounding = facts.get("weights", "bf16"), facts["rounding"]
+    if "unlikelihood" in facts:  # that training rounds
+        return f"The last training had the matrices rounded to {kind} in every step, as they ship."
+    return (
+        f"Rounding the matrices to {kind} took perplexity at {rounding['length']:,} tokens from "
+        f"{rounding['before']:.3f} to\n{rounding['after']:.3f} ({rounding['tokens']:,} tokens)."
     )
 
 
