@@ -18,8 +18,7 @@ import gss
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling
 from gss.serve.about import Limits
-from gss.serve.engine import EngineThread
-from gss.serve.job import Job, Piece
+from gss.serve.engine import EngineThread, Job, Piece
 from tests.comparing import stream
 
 GREEDY = Sampling(temperature=0)

@@ -12,11 +12,10 @@ from fastapi import Request
 
 from gss.data import Tokenizer
 from gss.decode.request import Score
-from gss.generate import first_state, prompt_ids
+from gss.generate import first_state, prompt_ids, prompt_scores
 from gss.serve.about import Limits
-from gss.serve.engine import EngineThread, RefusedError
+from gss.serve.engine import EngineThread, Failure, Job, Piece, RefusedError
 from gss.serve.http import ApiError, to_json
-from gss.serve.job import Failure, Job, Piece, prompt_scores
 from gss.serve.schemas import NEXT_TURN, CompletionRequest
 
 _busy = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
