@@ -98,7 +98,7 @@ class Batches:
                 starts[row, self.dataset.ends[first:last] - begin] = True
         if self.eos_first:
             tokens[fresh, 0] = eos
-        check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
+        check_ids(targets, self.dataset.vocab_size, self.dataset.folder)
         mask = np.arange(self.length) < (ends - begins)[:, None]
         return Batch(tokens, targets, mask, starts, step, epoch)
 

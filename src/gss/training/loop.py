@@ -131,7 +131,7 @@ class _Run:
     ) -> None:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = None
-        if dataset.folder and dataset.manifest and _VALIDATION in dataset.manifest.splits:
+        if _VALIDATION in dataset.manifest.splits:
             self.validation = open_dataset(dataset.folder, _VALIDATION, verify=False)
         self.batches = _batches(config, dataset)
         torch.manual_seed(config.seed)
