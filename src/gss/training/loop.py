@@ -249,8 +249,6 @@ class _Run:
     def _log(self, show: bool) -> None:
         """Fetch the results since the last call, stop if they are not finite, write them and show the last one."""
         pending, self._pending = self._pending, []
-        if not pending:
-            return
         numbers = torch.stack(
             [torch.stack([result.loss, result.gradient_norm, result.targets.to(result.loss)]) for result in pending]
         ).tolist()  # waits for the device
