@@ -26,7 +26,7 @@ from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, matmul_rate, open_boards, perplexity
+from gss.training.progress import Progress, matmul_rate, open_trackers, perplexity
 from gss.training.step import Stepper, StepResult
 
 _VALIDATION = "valid"
@@ -138,8 +138,8 @@ class _Run:
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
         self.step = 0
-        boards = open_boards(config, folder.path) if world.leads else []
-        self.progress = Progress(config.steps, boards, quiet or not world.leads)
+        trackers = open_trackers(config, folder.path) if world.leads else []
+        self.progress = Progress(config.steps, trackers, quiet or not world.leads)
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
         self._data_stamps = data_stamps(dataset)
