@@ -94,11 +94,9 @@ def test_nothing_to_produce(model: gss.LanguageModel) -> None:
 
 def test_the_end_of_a_document_ends_a_row(model: gss.LanguageModel) -> None:
     expected = list(stream(model, [256, *b"Hello"], max_tokens=400, sampling=GREEDY))
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.eos_id = expected[9]
     first = expected.index(expected[9])
-    with engine_of(model, tokenizer) as engine:
-        asked, past = Asked("Hello", 30), Asked("Hello", 30, ignore_eos=True)
+    with engine_of(model) as engine:
+        asked, past = Asked("Hello", 30, eos_id=expected[9]), Asked("Hello", 30, ignore_eos=True)
         submit(engine, asked, past)
         assert asked.wait().tokens() == expected[:first]
         assert asked.finish() == "stop"

@@ -133,7 +133,7 @@ class ActiveCompletion:
                 sampling=body.sampling(),
                 logprobs=body.logprobs,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
-                ignore_eos=bool(body.ignore_eos),
+                eos_id=None if body.ignore_eos else self._engine.tokenizer.eos_id,
                 streaming=bool(body.stream),
                 max_tokens=self._max_tokens,
                 stop=self._stop,

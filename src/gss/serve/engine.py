@@ -60,9 +60,8 @@ class Job(Request):
     """A request to the engine, and where its answer goes."""
 
     sink: Callable[[Piece], None]  # called with every piece, in order
-    loop: asyncio.AbstractEventLoop | None = None  # which calls the sink; None: the engine's own thread does
+    loop: asyncio.AbstractEventLoop | None = None  # the one that calls the sink; None: the engine's own thread does
     stop: Sequence[str] = ()
-    ignore_eos: bool = False
     streaming: bool = True  # whether pieces are sent as they are produced; otherwise each continuation is one piece
     deadline: float = float("inf")  # on the clock of `time.monotonic`
     cancelled: bool = False  # may be set by any thread; the job is dropped before the next step, without a piece
@@ -195,7 +194,6 @@ class EngineThread:
             self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
             taken, self._inbox = self._inbox, []
         for job in taken:
-            job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
             self.core.submit(job)
         self._drop_unwanted()
         core, metrics = self.core, self.metrics
