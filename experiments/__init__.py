@@ -10,7 +10,7 @@ h200, beside         the whole speed table on one GPU; a single speed compared w
                      pypi_gss, layer)
 kernels, gss2_on_gpu, fp8_on_gpu     the kernels of training: errors, times, settings, whole steps
 decode_on_gpu, serve_throughput      the speed of `gss generate`, `gss.decode.stream` and `gss serve`
-beside_llama, beside_commit          decoding on a CPU compared with llama.cpp; training on a GPU with another commit
+beside_llama         decoding on a CPU compared with llama.cpp
 millions, same_loss, data_speed      steps on millions of tokens; losses with and without kernels; tokenizing, batching
 box, box_loops       the model in the box: trained, rounded, scored (box_texts, box_export, box_card); and against loops
 measurements, ceilings, memory, parts    helpers: rows and their header, the machine's rates, peak memory, guarded parts

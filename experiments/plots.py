@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import best_recipe, paper_recipe
 from experiments.compare import Run
-from gss.report.theme import LIGHT, legend, logarithmic, require_matplotlib, run_colour, style
+from gss.report.theme import LIGHT, legend, logarithmic, run_colour, style
 from gss.report.theme import tokens as rounded
 from gss.reproduce.settings import SYSTEMS
 from gss.reproduce.tables import LENGTH_NAMES
@@ -22,7 +22,6 @@ _STYLES, _MARKERS = ("-", "--"), ("o", "^")  # after eight colours
 
 def draw(runs: Sequence[Run], best: Path) -> dict[str, bytes]:
     """All figures for which there are results: of runs of `gss reproduce`, and of those of `quality` in a folder."""
-    require_matplotlib()
     found = {}
     with style():
         if entries := best_recipe.shown(best):

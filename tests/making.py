@@ -3,7 +3,7 @@
 import itertools
 import json
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import gss
 from gss.cli import app
 from gss.config import to_mapping
-from gss.data import Dataset, Tokenizer, load_tokenizer, prepare
+from gss.data import Dataset, Manifest, Tokenizer, load_tokenizer, prepare
 from gss.io.checkpoint import save
 from gss.training import resolve, train
 from gss.training.step import Stepper
@@ -45,12 +45,19 @@ def make_corpus(
     return folder / "data"
 
 
+class DatasetInMemory(Dataset):
+    """A split without files."""
+
+    def names(self) -> Iterator[str]:
+        return map(str, range(len(self)))
+
+
 def dataset_from_arrays(documents: Sequence[Sequence[int]], *, vocab_size: int, eos_id: int) -> Dataset:
     """A split in memory from each document's ids, without the end-of-document id, which is added here."""
     whole = [np.asarray([*document, eos_id], np.int64) for document in documents]
     ends, unknown = np.cumsum([len(document) for document in whole]), np.zeros(len(whole), np.int64)
-    options = {"vocab_size": vocab_size, "eos_id": eos_id, "split": "train"}
-    return Dataset(np.concatenate(whole), ends, unknown, unknown, **options)
+    facts = {"split": "train", "folder": Path("in memory"), "manifest": Manifest({}, "")}
+    return DatasetInMemory(np.concatenate(whole), ends, unknown, unknown, vocab_size=vocab_size, eos_id=eos_id, **facts)
 
 
 def make_run(preset: str, data: Path, out: Path, ids: int = 257, **settings: Any) -> Path:

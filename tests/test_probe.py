@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gss
+from gss.data import load_tokenizer
 from gss.probe import (
     TASKS,
     Stage,
@@ -189,6 +190,14 @@ def test_a_model_that_keeps_everything_is_limited() -> None:
     for wrong in ({"per_document": 0}, {"position_tokens": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             probe_context(model, dataset, targets=20, **wrong)
+
+
+def test_positions_count_in_windows_that_start_as_rows_of_training_did(tmp_path: Path) -> None:
+    data = make_corpus(tmp_path, {"train/1": "abc", "valid/1": "abd cef " * 20, "valid/2": "fed cab " * 20})
+    lm = gss.LM(gss.build_model(small_config("llama", vocab_size=257)), load_tokenizer("bytes"), eos_first=True)
+    found = probe_context(lm, data, longest=64, targets=20, unbounded_limit=32).by_position
+    right, wrong = (gss.evaluate(model, data, [32]).rows[0].by_position for model in (lm, lm.model))
+    assert found == right != wrong
 
 
 def solve(name: str, tokens: list[int], index: int, items: int) -> int:

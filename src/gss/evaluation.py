@@ -68,7 +68,6 @@ class LengthResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
         return math.exp(min(self.loss, 700.0))
 
     def facts(self) -> dict[str, Any]:

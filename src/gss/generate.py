@@ -228,6 +228,15 @@ class TextPieces:
         return piece[shared:]
 
 
+def prompt_scores(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[Score]) -> tuple[TokenScore, ...]:
+    """The scores of a prompt's tokens, each with where its text starts."""
+    text, found, characters = TextPieces(tokenizer), [], 0
+    for token, score in zip(prompt, scores, strict=True):
+        found.append(TokenScore(int(token), characters, *score))
+        characters += len(text.push(int(token)))
+    return tuple(found)
+
+
 def _whole(text: str) -> int:
     """How many characters are final: up to 3 replacement marks at the end may yet become one character."""
     return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))

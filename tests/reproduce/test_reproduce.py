@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import gss
 from gss.accounting import account
 from gss.config import to_mapping
 from gss.presets import PRESETS
@@ -137,6 +138,15 @@ def test_an_interrupted_trial_goes_on(finished: Path, corpus: Corpus, tmp_path: 
     assert len(go(trials, tmp_path).done) == 1
     one, other = (json.loads((folder / trials[0].name / "result.json").read_text()) for folder in (finished, tmp_path))
     assert one["lengths"] == other["lengths"]  # to the last bit, as if never interrupted
+
+
+def test_windows_start_as_rows_of_training_did(corpus: Corpus, tmp_path: Path) -> None:
+    [trial] = quick_trials(corpus, "gss", steps=1)
+    trial = replace(trial, config=replace(trial.config, eos_first=True))
+    runner.train_trial(trial, tmp_path, torch.device("cpu"), quiet=True)
+    found = runner.score_trial(trial, tmp_path, torch.device("cpu"), lambda share: None)
+    expected = gss.evaluate(gss.load(tmp_path), corpus.folder, [512]).rows[0].loss
+    assert found["lengths"]["512"]["loss"] == expected
 
 
 def test_what_breaks_or_fails_does_not_stop_the_others(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:

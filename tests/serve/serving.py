@@ -18,8 +18,7 @@ import gss
 from gss.data import Tokenizer, load_tokenizer
 from gss.generate import Sampling
 from gss.serve.about import Limits
-from gss.serve.engine import EngineThread
-from gss.serve.job import Job, Piece
+from gss.serve.engine import EngineThread, Job, Piece
 from tests.comparing import stream
 
 GREEDY = Sampling(temperature=0)
@@ -71,13 +70,14 @@ def engine_of(model: gss.LanguageModel, tokenizer: Tokenizer | None = None, **op
 class Asked:
     """A job and what has come of it."""
 
-    def __init__(self, prompt: str | Sequence[int], max_tokens: int = 16, **options: Any) -> None:
+    def __init__(
+        self, prompt: str | Sequence[int], max_tokens: int = 16, *, ignore_eos: bool = False, **options: Any
+    ) -> None:
         ids = [256, *prompt.encode()] if isinstance(prompt, str) else prompt
         self.pieces: list[Piece] = []
         self._changed = threading.Condition()
-        self.job = Job(
-            prompt=ids, max_tokens=max_tokens, sink=self._take, **{"sampling": GREEDY, "logprobs": 0, **options}
-        )
+        options = {"sampling": GREEDY, "logprobs": 0, "eos_id": None if ignore_eos else 256, **options}
+        self.job = Job(prompt=ids, max_tokens=max_tokens, sink=self._take, **options)
 
     def _take(self, piece: Piece) -> None:
         with self._changed:

@@ -3,15 +3,15 @@
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import gss
 from gss.data import load_tokenizer
-from gss.generate import Sampling, generate
+from gss.generate import Continuation, Sampling, generate, prompt_scores
 from gss.serve.engine import EngineThread, RefusedError
-from gss.serve.job import Job, Row, prompt_scores
 from tests.comparing import stream
 from tests.conftest import ALL_FAMILIES, small_config
 from tests.serve.serving import GREEDY, SMALL, Asked, alone, engine_of, lively, lively_model
@@ -94,11 +94,9 @@ def test_nothing_to_produce(model: gss.LanguageModel) -> None:
 
 def test_the_end_of_a_document_ends_a_row(model: gss.LanguageModel) -> None:
     expected = list(stream(model, [256, *b"Hello"], max_tokens=400, sampling=GREEDY))
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.eos_id = expected[9]
     first = expected.index(expected[9])
-    with engine_of(model, tokenizer) as engine:
-        asked, past = Asked("Hello", 30), Asked("Hello", 30, ignore_eos=True)
+    with engine_of(model) as engine:
+        asked, past = Asked("Hello", 30, eos_id=expected[9]), Asked("Hello", 30, ignore_eos=True)
         submit(engine, asked, past)
         assert asked.wait().tokens() == expected[:first]
         assert asked.finish() == "stop"
@@ -249,14 +247,13 @@ def test_many_threads_submit_at_once(model: gss.LanguageModel) -> None:
 # ---- rows: text
 
 
-def row_of(text: str | bytes, **options: object) -> tuple[list[str], Row]:
+def row_of(text: str | bytes, stop: Sequence[str] = ()) -> tuple[list[str], Continuation]:
     """Give a row the bytes of a text one by one; the pieces that may be shown after each, and the row."""
     content = text.encode() if isinstance(text, str) else text
-    job = Job(prompt=[256], sink=lambda piece: None, max_tokens=len(content), **options)  # type: ignore[arg-type]
-    row = Row(job, 0, load_tokenizer("bytes"))
+    row = Continuation(load_tokenizer("bytes"), [256], stop)
     pieces = []
     for left, byte in zip(range(len(content) - 1, -1, -1), content, strict=True):
-        row.accept([byte], [(-1.0, ())] if job.logprobs is not None else [], None if left else "length")
+        row.accept([byte], [], None if left else "length")
         piece = row.take()
         pieces.append(piece.text if piece else "")
         if row.finish:
@@ -291,8 +288,7 @@ def test_stop_strings_over_several_tokens() -> None:
 
 
 def test_scores_come_with_their_text() -> None:
-    job = Job(prompt=[256], sink=lambda piece: None, max_tokens=9, logprobs=0, stop=["#"])
-    row = Row(job, 0, load_tokenizer("bytes"))
+    row = Continuation(load_tokenizer("bytes"), [256], ["#"])
     came = []
     for byte in "a—b#".encode():
         row.accept([byte], [(-0.5, ())])

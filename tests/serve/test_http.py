@@ -10,6 +10,7 @@ import pytest
 
 import gss
 from gss.data import load_tokenizer
+from gss.data.tokenizer import ByteTokenizer
 from gss.generate import Sampling, StopStrings, generate
 from gss.nn.quantized import quantize
 from gss.serve.about import Limits
@@ -68,6 +69,15 @@ def test_a_completion(client: TestClient, model: gss.LanguageModel) -> None:
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 20, "total_tokens": 26}
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
+
+
+def test_a_text_ends_with_its_document(client: TestClient, model: gss.LanguageModel, monkeypatch: Any) -> None:
+    expected = alone(model, "Hello", 30)
+    monkeypatch.setattr(ByteTokenizer, "eos_id", expected[9])
+    ended = expected[: expected.index(expected[9])]
+    for ignored, tokens, reason in ((False, ended, "stop"), (True, expected, "length")):
+        (choice,) = complete(client, prompt=[256, *b"Hello"], max_tokens=30, ignore_eos=ignored)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text_of(tokens), reason)
 
 
 def test_defaults_are_openais(client: TestClient) -> None:

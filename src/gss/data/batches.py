@@ -98,7 +98,7 @@ class Batches:
                 starts[row, self.dataset.ends[first:last] - begin] = True
         if self.eos_first:
             tokens[fresh, 0] = eos
-        check_ids(targets, self.dataset.vocab_size, self.dataset.folder or "the data")
+        check_ids(targets, self.dataset.vocab_size, self.dataset.folder)
         mask = np.arange(self.length) < (ends - begins)[:, None]
         return Batch(tokens, targets, mask, starts, step, epoch)
 
@@ -108,42 +108,38 @@ class Batches:
 
 
 class _ShuffledRows(Batches):
-    """Batches of independent rows: `rows` ranges of tokens, shuffled in each epoch.
+    """Batches of independent rows, shuffled in each epoch; a row ends where the next one begins in the token file.
 
     The last step of an epoch is filled up with rows of padding, so an epoch contains every target exactly once.
     """
 
-    rows: int
+    def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
+        super().__init__(dataset, length, batch_size, seed)
+        self._bounds = np.append(self._cut(), len(dataset.tokens))
+        self._rows = len(self._bounds) - 1
+        self.steps_per_epoch = -(-self._rows // batch_size)
 
-    @property
-    def steps_per_epoch(self) -> int:  # type: ignore[override]
-        return -(-self.rows // self.batch_size)
+    def _cut(self) -> Numbers:
+        """Where each row begins in the token file."""
+        raise NotImplementedError
 
     def _ranges(self, epoch: int, step: int, rows: Numbers) -> Ranges:
         places = step * self.batch_size + rows
         begins, ends = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        real = places < self.rows
-        chosen = permute(places[real], self.rows, derive_key(self.seed, epoch))
-        begins[real], ends[real] = self._row_ranges(chosen)
+        real = places < self._rows
+        chosen = permute(places[real], self._rows, derive_key(self.seed, epoch))
+        begins[real], ends[real] = self._bounds[chosen], self._bounds[chosen + 1]
         return begins, ends, np.ones(len(rows), bool)
-
-    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
-        raise NotImplementedError
 
 
 class Segments(_ShuffledRows):
     """Independent segments of documents, as in the paper. The last segment of a document is padded."""
 
-    def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
-        super().__init__(dataset, length, batch_size, seed)
-        self._segment_ends = np.cumsum(-(-dataset.lengths // length))
-        self.rows = int(self._segment_ends[-1])
-
-    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
-        document = np.searchsorted(self._segment_ends, chosen, side="right")
-        first = np.where(document > 0, self._segment_ends[document - 1], 0)
-        begins = self.dataset.starts[document] + (chosen - first) * self.length
-        return begins, np.minimum(begins + self.length, self.dataset.ends[document])
+    def _cut(self) -> Numbers:
+        counts = -(-self.dataset.lengths // self.length)
+        first = np.cumsum(counts) - counts  # the number of each document's first segment
+        within = np.arange(counts.sum()) - np.repeat(first, counts)
+        return np.repeat(self.dataset.starts, counts) + within * self.length
 
 
 class Packed(_ShuffledRows):
@@ -152,13 +148,8 @@ class Packed(_ShuffledRows):
     Documents that share a row are neighbours in the file, in every epoch. Which rows share a step is shuffled.
     """
 
-    def __init__(self, dataset: Dataset, length: int, batch_size: int, seed: int = 0) -> None:
-        super().__init__(dataset, length, batch_size, seed)
-        self._bounds = np.asarray([*_pack(dataset.ends, length), len(dataset.tokens)], np.int64)
-        self.rows = len(self._bounds) - 1
-
-    def _row_ranges(self, chosen: Numbers) -> tuple[Numbers, Numbers]:
-        return self._bounds[chosen], self._bounds[chosen + 1]
+    def _cut(self) -> Numbers:
+        return np.asarray(_pack(self.dataset.ends, self.length), np.int64)
 
 
 def _pack(ends: Numbers, length: int) -> list[int]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gss.data.chunks import DUPLICATE, EMPTY, REASONS, digest
 from gss.data.formats import open_file
 from gss.data.parts import NAMES, RECORD, RECORDS, SKIP, TOKENS, token_dtype
-from gss.data.shards import SPLITS, check_ids, unigram_entropy
+from gss.data.shards import SPLITS, check_ids
 from gss.io.files import file_facts, open_synced
 
 ROWS = 1 << 16  # documents handled at once
@@ -200,13 +200,14 @@ class _SplitWriter:
                 path.unlink()
             return None
         text_tokens = totals["tokens"] - count
+        shares = self._unigrams[self._unigrams > 0] / totals["tokens"]
         return {
             "documents": count,
             **totals,
             "longest": longest,
             "tokens_per_byte": text_tokens / totals["bytes"],
             "tokens_per_word": text_tokens / totals["words"],
-            "unigram_entropy": unigram_entropy(self._unigrams),
+            "unigram_entropy": float(-(shares * np.log(shares)).sum()),
             "files": {
                 path.name: file_facts(path, self._hashed.hexdigest() if name == "tokens" else None)
                 for name, path in self._paths.items()

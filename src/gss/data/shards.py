@@ -142,8 +142,8 @@ class Dataset:
     vocab_size: int
     eos_id: int
     split: str
-    folder: Path | None = None
-    manifest: Manifest | None = None
+    folder: Path
+    manifest: Manifest
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -159,22 +159,17 @@ class Dataset:
         return self.ends - self.starts
 
     @property
-    def hash(self) -> str | None:
-        """The manifest's hash, which identifies the data; None for a split made from arrays."""
-        return self.manifest.hash if self.manifest else None
+    def hash(self) -> str:
+        """The manifest's hash, which identifies the data."""
+        return self.manifest.hash
 
-    @cached_property
+    @property
     def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows only how often each id occurs."""
-        if self.manifest:
-            return float(self.manifest.splits[self.split]["unigram_entropy"])
-        return unigram_entropy(np.bincount(self.tokens.astype(np.int64), minlength=self.vocab_size))
+        """Nats per token of a model that knows only how often each id occurs, which every model must beat."""
+        return float(self.manifest.splits[self.split]["unigram_entropy"])
 
     def names(self) -> Iterator[str]:
         """The documents' names in order, read lazily."""
-        if self.folder is None:
-            yield from map(str, range(len(self)))
-            return
         path, count = self.folder / f"{self.split}.names", 0
         try:
             with open(path, encoding="utf-8") as lines:
@@ -194,15 +189,12 @@ class Dataset:
 
     def check_file(self) -> None:
         """Refuse a token file that was truncated: reading beyond its end would kill the process."""
-        if self.folder is not None:
-            path = self.folder / f"{self.split}.tokens"
-            if path.exists() and path.stat().st_size < self.tokens.nbytes:
-                raise ValueError(f"{path} was truncated while it was in use: prepare the corpus again")
+        path = self.folder / f"{self.split}.tokens"
+        if path.exists() and path.stat().st_size < self.tokens.nbytes:
+            raise ValueError(f"{path} was truncated while it was in use: prepare the corpus again")
 
     def tokenizer(self) -> Tokenizer:
         """The vocabulary that travels with the data."""
-        if self.folder is None or self.manifest is None:
-            raise ValueError("a split made from arrays has no vocabulary")
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
         require_same(tokenizer, self.manifest.tokenizer["hash"], f"the data in {self.folder}")
         return tokenizer
@@ -243,9 +235,3 @@ def check_ids(ids: npt.NDArray[Any], vocab_size: int, where: object) -> None:
     """Refuse token ids beyond the vocabulary."""
     if ids.size and int(ids.max()) >= vocab_size:
         raise ValueError(f"{where}: token id {ids.max()} is outside the vocabulary of {vocab_size}: prepare it again")
-
-
-def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Nats per token of a model that knows only how often each id occurs, which every model must beat."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())

@@ -72,7 +72,6 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The memory it takes."""
         return self.state.nbytes + self.logits.nbytes
 
 
@@ -142,7 +141,6 @@ class PartialPrompt:
 
     @property
     def done(self) -> bool:
-        """Whether all of it has been read."""
         return self.at == len(self.tokens)
 
     @property
@@ -182,18 +180,15 @@ class Prefill:
         return min(1.0, sum(len(prompt.tokens) - prompt.at for prompt in self._waiting) / self.piece)
 
     def add(self, request: Request) -> None:
-        """Begin a prompt."""
         prompt = PartialPrompt(request, np.asarray(request.prompt, dtype=np.int64), state=request.state)
         if prompt.cacheable and self._state_bytes <= self._cache.max_bytes:
             self._follow(prompt)
         self._waiting.append(prompt)
 
     def requests(self) -> list[Request]:
-        """The requests whose prompts are being read."""
         return [prompt.request for prompt in self._waiting]
 
     def drop(self, dropped: Callable[[Request], bool]) -> None:
-        """Drop the prompts of some requests."""
         for prompt in self._waiting:
             prompt.dropped = dropped(prompt.request)
         self._waiting = deque(prompt for prompt in self._waiting if not prompt.dropped)

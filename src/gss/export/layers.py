@@ -93,11 +93,6 @@ def state_shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     raise ValueError(f"{type(layer).__name__} has no ONNX export: {_EXPORTED} have one")
 
 
-def has_rings(layer: nn.Module) -> bool:
-    """Whether a layer's state is rings: the graph reads them whole and returns only the rows of the piece."""
-    return isinstance(layer, TransformerBlock)
-
-
 def add_layer(graph: Graph, layer: nn.Module, x: str, state: State, piece: Piece) -> tuple[str, State]:
     """A layer's outputs [L, E] and the state after them, or the rows that belong into its rings."""
     if isinstance(layer, GSSLayer):

@@ -17,10 +17,11 @@ import onnx
 from gss.accounting import account
 from gss.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from gss.export.graph import Graph
-from gss.export.layers import LONGEST, Piece, add_layer, has_rings, state_shapes, waves
+from gss.export.layers import LONGEST, Piece, add_layer, state_shapes, waves
 from gss.io.files import read_json, write_file, write_json, written_folder
 from gss.lm import LM, load_to_export
 from gss.model import LanguageModel
+from gss.nn.attention import TransformerBlock
 from gss.ops.positions import sinusoid_frequencies
 
 MODEL = "model.onnx"
@@ -74,9 +75,8 @@ def rings(model: LanguageModel) -> set[str]:
     For these the graph returns only the rows of the piece [L, …], which its caller writes to their places: copying
     them in and out whole would take a browser as long as the rest of a step.
     """
-    return {
-        f"layers.{i}.{name}" for i, layer in enumerate(model.layers) if has_rings(layer) for name in state_shapes(layer)
-    }
+    blocks = [i for i, layer in enumerate(model.layers) if isinstance(layer, TransformerBlock)]
+    return {f"layers.{i}.{name}" for i in blocks for name in ("keys", "values")}
 
 
 def build(model: LanguageModel, about: dict[str, str] | None = None) -> onnx.ModelProto:

@@ -46,7 +46,6 @@ class GSSConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self.model_config().vocab_size
 
     @vocab_size.setter
@@ -55,10 +54,8 @@ class GSSConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
         return self.model_config().width
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers."""
         return self.model_config().depth

@@ -34,7 +34,7 @@ except ImportError as error:
 
 __all__ = ["GSSConfig", "GSSForCausalLM", "GSSSentencePieceTokenizer"]
 '''
-_KINDS = {"gss": "GSS", "dss": "DSS", "attention": "attention"}
+_KINDS = {"gss": "GSS", "dss": "DSS"}
 
 
 def export_run(run: str | Path, out: str | Path, *, step: int | None = None) -> Path:

@@ -54,7 +54,6 @@ class StateCache(Cache):
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
         self.state, self.columns = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -62,12 +61,10 @@ class StateCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row several times in a row."""
         if self.state is not None:
             self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
 
@@ -82,7 +79,6 @@ class StateCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything was read."""
         return self.state is not None
 
 
@@ -212,7 +208,6 @@ class GSSForCausalLM(PreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The inputs of a forward pass in `generate`."""
         _refuse(inputs_embeds=inputs_embeds)
         if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
             raise ValueError("a prompt ends in padding: pad on the left (tokenizer.padding_side = 'left')")

@@ -88,11 +88,9 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
         return self.pieces.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        """Pieces by name."""
         return {self._convert_id_to_token(index): index for index in range(self.vocab_size)} | self.get_added_vocab()
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
@@ -115,7 +113,6 @@ class GSSSentencePieceTokenizer(PreTrainedTokenizer):
         return str(self.pieces.eos).join(map(self.pieces.decode, documents))
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        """Write tokenizer.model."""
         path = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}tokenizer.model"
         path.write_bytes(self.pieces.content)
         return (str(path),)

@@ -52,17 +52,12 @@ def file_to_be(path: str | Path) -> Path:
     return target
 
 
-def require_new(target: Path) -> None:
-    """Refuse a target that exists, unless it is an empty folder."""
+@contextmanager
+def written_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed to `target`, new or an empty folder, on success and deleted on failure."""
     require_name(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: choose another")
-
-
-@contextmanager
-def written_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to `target` on success and deleted on failure."""
-    require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(target)
     remove(aside)

@@ -55,7 +55,6 @@ class Context:
         return gathered
 
     def send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
-        """Send tensors to another rank."""
         for tensor in tensors:
             dist.send(tensor.contiguous(), group=self.group, group_dst=rank)
 

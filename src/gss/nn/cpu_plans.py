@@ -112,7 +112,6 @@ class CompiledGSS2Plan(DecodePlan):
 
     @staticmethod
     def fits(layer: GSS2Layer) -> bool:
-        """Whether the C functions are available and support this layer."""
         widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
         return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
 
@@ -181,7 +180,6 @@ class CompiledAttentionPlan(AttentionPlan):
 
     @staticmethod
     def fits(layer: TransformerBlock) -> bool:
-        """Whether the C functions are available and support this layer."""
         plain = layer.query_norm is None and not layer.head_width % _LANES
         return plain and usable(layer, layer.feedforward.activation)
 

@@ -138,7 +138,6 @@ class BlockedStateSpace(nn.Module):
             return torch.stack(parts, dim=1) + carried[:, read : read + length], None
 
     def fold(self) -> None:
-        """Fold the full block into the state."""
         decay, added = self._so_far()
         self._modes.tensor.mul_(decay).add_(added)
         self._carry()
@@ -161,7 +160,6 @@ class BlockedStateSpace(nn.Module):
         self.carried.tensor[-count:, read:] = self._output_of(modes, self._block.size - read)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order."""
         for held in (self._modes, self.inputs, self.carried):
             held.keep(rows)
 

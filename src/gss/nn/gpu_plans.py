@@ -54,7 +54,6 @@ class GSSPlan(GPUPlan):
 
     @staticmethod
     def fits(layer: GSSLayer) -> bool:
-        """Whether the kernels have room for a layer."""
         return layer.state_space.log_step is None and layer.state_space.channels <= _MOST_CHANNELS
 
     def make_room(self, stream: Stream) -> None:
@@ -141,7 +140,6 @@ class TransformerPlan(GPUPlan):
 
     @staticmethod
     def fits(layer: TransformerBlock) -> bool:
-        """Whether the kernels have room for a layer."""
         known = layer.query_norm is None or isinstance(layer.query_norm, nn.RMSNorm)
         return known and layer.reach is not None and layer.heads * layer.head_width <= WIDEST
 
@@ -218,7 +216,6 @@ class GSS2Plan(GPUPlan):
 
     @staticmethod
     def fits(layer: GSS2Layer) -> bool:
-        """Whether the kernels have room for a layer."""
         space = layer.state_space
         return space.modes * layer.value.out_features // space.heads <= _LARGEST_STATE
 

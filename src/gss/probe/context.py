@@ -142,6 +142,7 @@ def probe_context(
 
     The other arguments are those of `gss.evaluate`.
     """
+    eos_first = isinstance(model, LM) and model.eos_first
     model, dataset = opened(model, dataset, split)
     if min(targets, per_document, max_documents, position_tokens, piece, batch_tokens) < 1:
         raise ValueError("targets, blocks, documents, position_tokens, piece and batch_tokens must be at least 1")
@@ -167,7 +168,7 @@ def probe_context(
         length = None if model.bounded_state else min(window, longest_document(dataset, position_tokens))
         whole = evaluate(
             model, dataset, [length], max_tokens=position_tokens, piece=piece, batch_tokens=batch_tokens,
-            precision=precision, report=lambda scored, _: report(done + scored, total),
+            precision=precision, eos_first=eos_first, report=lambda scored, _: report(done + scored, total),
         )  # fmt: skip
     finally:
         model.train(training)

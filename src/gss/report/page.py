@@ -20,7 +20,7 @@ from gss.io.runs import training_summary
 from gss.paper import PERPLEXITY
 from gss.report import figures
 from gss.report.runs import RunRecord, Scores, Show, read_runs, same_tokens, scores
-from gss.report.theme import css_variables, require_matplotlib, run_variable, style, svg, tokens
+from gss.report.theme import css_variables, run_variable, style, svg, tokens
 from gss.training.progress import duration
 
 # Whatever the file contains, the browser loads and runs nothing.
@@ -43,14 +43,13 @@ def write_report(
     show       called with the current stage and the share of it that is done
     scoring    options of `gss.report.runs.scores`: data, max_tokens, lengths, again, device
     """
-    require_matplotlib()
-    found = read_runs([Path(run) for run in runs])
-    target = file_to_be(out)
-    scored = [scores(run, show, **scoring) for run in found]
-    show("drawing", 0.0)
     with style():
+        found = read_runs([Path(run) for run in runs])
+        target = file_to_be(out)
+        scored = [scores(run, show, **scoring) for run in found]
+        show("drawing", 0.0)
         write_file(target, _page(found, scored, prompt))
-    show("drawing", 1.0)
+        show("drawing", 1.0)
     return target
 
 

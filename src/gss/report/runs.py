@@ -160,12 +160,7 @@ def scores(
 
 
 def keep(run: str | Path, step: int, dataset: Dataset, result: Evaluation) -> None:
-    """Store an evaluation of a run's checkpoint in its folder, if that is writable.
-
-    One on data without a hash, from arrays, is not stored: nothing would distinguish it from others.
-    """
-    if dataset.hash is None:
-        return
+    """Store an evaluation of a run's checkpoint in its folder, if that is writable."""
     facts = {"run": str(run), "step": step, "data": dataset.hash, "split": result.split}
     facts |= {"documents": result.documents, "unigram_entropy": dataset.unigram_entropy}
     facts |= {"rows": [row.facts() for row in result.rows]}

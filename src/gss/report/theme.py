@@ -51,18 +51,13 @@ class MissingMatplotlibError(ValueError):
     """The extra `report` is not installed."""
 
 
-def require_matplotlib() -> None:
-    """Raise an error that names the extra if matplotlib is not installed."""
+def style() -> AbstractContextManager[None]:
+    """A context with matplotlib's settings, in which figures are drawn and saved; an error that names the extra where
+    matplotlib is not installed."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError:
         raise MissingMatplotlibError("a report's figures need matplotlib: pip install 'gss-lm[report]'") from None
-
-
-def style() -> AbstractContextManager[None]:
-    """A context with matplotlib's settings, in which figures are drawn and saved."""
-    import matplotlib
-
     return matplotlib.rc_context(_SETTINGS)
 
 

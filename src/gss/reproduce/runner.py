@@ -150,7 +150,7 @@ def score_trial(trial: Trial, folder: Path, device: torch.device, show: Callable
         try:
             row = evaluate(
                 model, dataset, [length], max_tokens=trial.evaluate_tokens, piece=_PIECE[device.type],
-                batch_tokens=_SIDE_BY_SIDE[device.type], precision=precision,
+                batch_tokens=_SIDE_BY_SIDE[device.type], precision=precision, eos_first=trial.config.eos_first,
             ).rows[0].facts()  # fmt: skip
         except ValueError as error:
             if "not finite" not in str(error):

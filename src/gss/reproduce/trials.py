@@ -75,7 +75,6 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """Training tokens."""
         return self.config.steps * self.config.batch_tokens
 
     @property

@@ -12,11 +12,10 @@ from fastapi import Request
 
 from gss.data import Tokenizer
 from gss.decode.request import Score
-from gss.generate import first_state, prompt_ids
+from gss.generate import first_state, prompt_ids, prompt_scores
 from gss.serve.about import Limits
-from gss.serve.engine import EngineThread, RefusedError
+from gss.serve.engine import EngineThread, Failure, Job, Piece, RefusedError
 from gss.serve.http import ApiError, to_json
-from gss.serve.job import Failure, Job, Piece, prompt_scores
 from gss.serve.schemas import NEXT_TURN, CompletionRequest
 
 _busy = partial(ApiError, 429, code="queue_full", headers={"Retry-After": "1"})
@@ -134,7 +133,7 @@ class ActiveCompletion:
                 sampling=body.sampling(),
                 logprobs=body.logprobs,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
-                ignore_eos=bool(body.ignore_eos),
+                eos_id=None if body.ignore_eos else self._engine.tokenizer.eos_id,
                 streaming=bool(body.stream),
                 max_tokens=self._max_tokens,
                 stop=self._stop,

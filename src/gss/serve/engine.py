@@ -12,16 +12,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 from gss import decode
 from gss.data import Tokenizer
-from gss.decode import Output
+from gss.decode import Output, Request
+from gss.decode.request import Finish, Score
+from gss.generate import Continuation, TokenScore
 from gss.model import LanguageModel
 from gss.precision import running
-from gss.serve.job import Failure, Job, Piece, Row
 from gss.serve.metrics import Metrics
 
 log = logging.getLogger("gss.serve")
@@ -31,6 +33,40 @@ _PIECES_PER_SECOND = 640
 
 # The number of pieces from which the engine waits until they are sent, and for how many seconds at most.
 _MANY, _PATIENCE = 4, 0.02
+
+Failure = Literal["full", "timeout", "stopping", "internal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one continuation of a job."""
+
+    index: int  # which of the job's continuations
+    text: str = ""
+    tokens: int = 0  # tokens produced since the last piece
+    scores: tuple[TokenScore, ...] = ()
+    finish: Finish | None = None
+    failure: Failure | None = None  # why the job could not be completed; on its last piece
+    prompt_scores: Sequence[Score] = ()  # in a piece of their own, before all others
+
+    def followed_by(self, later: "Piece") -> "Piece":
+        """Two pieces of one continuation as one."""
+        text, tokens, scores = self.text + later.text, self.tokens + later.tokens, self.scores + later.scores
+        return Piece(self.index, text, tokens, scores, later.finish, later.failure)
+
+
+@dataclass(kw_only=True, eq=False)
+class Job(Request):
+    """A request to the engine, and where its answer goes."""
+
+    sink: Callable[[Piece], None]  # called with every piece, in order
+    loop: asyncio.AbstractEventLoop | None = None  # the one that calls the sink; None: the engine's own thread does
+    stop: Sequence[str] = ()
+    streaming: bool = True  # whether pieces are sent as they are produced; otherwise each continuation is one piece
+    deadline: float = float("inf")  # on the clock of `time.monotonic`
+    cancelled: bool = False  # may be set by any thread; the job is dropped before the next step, without a piece
+    ended: int = 0  # continuations whose last piece has been sent, as counted by the engine
+
 
 Posts = list[tuple[Job, Piece]]
 
@@ -70,7 +106,7 @@ class EngineThread:
         self.model, self.tokenizer, self.precision = model, tokenizer, self.core.precision
         self.rows, self.queue = rows, queue
         self.metrics, self._interval = Metrics(), interval
-        self._running: dict[tuple[Job, int], Row] = {}
+        self._running: dict[tuple[Job, int], Continuation] = {}
         self._posts: Posts = []
         self._over: set[Job] = set()  # jobs that end in this iteration
         self._sent_at = 0.0  # when the running streams were last sent their text
@@ -112,7 +148,6 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running."""
         return self._thread.is_alive() and not self._stopping
 
     def drain(self, seconds: float) -> bool:
@@ -159,7 +194,6 @@ class EngineThread:
             self._lock.wait_for(lambda: self._stopping or self._inbox or self._outstanding)
             taken, self._inbox = self._inbox, []
         for job in taken:
-            job.eos_id = None if job.ignore_eos else self.tokenizer.eos_id
             self.core.submit(job)
         self._drop_unwanted()
         core, metrics = self.core, self.metrics
@@ -195,7 +229,7 @@ class EngineThread:
         failure: Failure = "stopping" if self._abandoning else "timeout"
         self._posts += [(job, Piece(0, failure=failure)) for job in unwanted if not job.cancelled]
         self.core.cancel(lambda job: job in unwanted)
-        self._running = {key: row for key, row in self._running.items() if row.job not in unwanted}
+        self._running = {key: row for key, row in self._running.items() if key[0] not in unwanted}
         self._over |= unwanted
 
     def _handle(self, outputs: list[Output]) -> None:
@@ -208,11 +242,11 @@ class EngineThread:
                 continue
             begun = (job, index) in self._running
             if not begun:
-                self._running[job, index] = Row(job, index, self.tokenizer)
+                self._running[job, index] = Continuation(self.tokenizer, job.prompt, job.stop)
             row = self._running[job, index]
             row.accept(output.tokens, output.scores, output.finish)
             if row.finish or (job.streaming and not begun):  # the first token is sent at once
-                self._take(row)
+                self._take(job, index)
             if row.finish:
                 del self._running[job, index]
                 if output.finish is None:  # ended by a stop string, which the core does not know
@@ -221,20 +255,20 @@ class EngineThread:
                 if job.ended == job.n:
                     self._over.add(job)
 
-    def _take(self, row: Row) -> None:
-        shown = row.take()
+    def _take(self, job: Job, index: int) -> None:
+        shown = self._running[job, index].take()
         if shown is not None:
             self.metrics.generated_tokens.add(shown.tokens)
-            self._posts.append((row.job, Piece(row.index, *shown)))
+            self._posts.append((job, Piece(index, *shown)))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         interval = max(self._interval, len(self._running) / _PIECES_PER_SECOND)
         if now - self._sent_at >= interval:  # all streams together, so that the event loop wakes up once
             self._sent_at = now
-            for row in self._running.values():
-                if row.job.streaming:
-                    self._take(row)
+            for job, index in self._running:
+                if job.streaming:
+                    self._take(job, index)
         self.metrics.running.set(self.core.running)
         self.metrics.waiting.set(self.core.waiting + len(self.core.prompts))
         self.metrics.cache_bytes.set(self.core.cache.nbytes)

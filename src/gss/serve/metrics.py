@@ -26,11 +26,9 @@ class Number:
 
     @property
     def value(self) -> float:
-        """The value of a number without labels."""
         return self._values[()]
 
     def lines(self) -> Iterator[str]:
-        """The lines of this number on the page."""
         yield f"# HELP {self.name} {self.about}"
         yield f"# TYPE {self.name} {self.kind}"
         with self._lock:

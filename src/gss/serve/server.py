@@ -291,7 +291,6 @@ class HttpServer(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         made = socket.create_server((host, port), family=family, backlog=BACKLOG)

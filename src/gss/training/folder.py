@@ -70,8 +70,7 @@ class RunFolder:
         """Write the configuration, the data and the vocabulary, and append this start to the list of environments."""
         write_json(self.path / "config.json", to_mapping(config))
         write_json(self.path / "data.json", data_facts(dataset))
-        if dataset.manifest is not None:
-            dataset.tokenizer().save(self.path / "tokenizer")
+        dataset.tokenizer().save(self.path / "tokenizer")
         path = self.path / "environment.json"
         try:
             starts = read_json(path, list)
@@ -107,22 +106,19 @@ class RunFolder:
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:
     """What identifies the data of a run."""
-    manifest = dataset.manifest
     return {
-        "folder": str(dataset.folder.resolve()) if dataset.folder else None,
+        "folder": str(dataset.folder.resolve()),
         "hash": dataset.hash,
         "split": dataset.split,
         "tokens": len(dataset.tokens),
         "documents": len(dataset),
         "unigram_entropy": dataset.unigram_entropy,
-        "tokenizer": manifest.tokenizer["hash"] if manifest else None,
+        "tokenizer": dataset.manifest.tokenizer["hash"],
     }
 
 
 def data_stamps(dataset: Dataset) -> list[tuple[int, int, int]]:
     """Inode, size and time of the data's files: shows whether they changed, without reading them."""
-    if dataset.folder is None or dataset.manifest is None:
-        return []
     names = [MANIFEST, *sorted(dataset.manifest.splits[dataset.split]["files"])]
     found = [path.stat() if path.exists() else None for path in (dataset.folder / name for name in names)]
     return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else (0, 0, 0) for file in found]

@@ -26,7 +26,7 @@ from gss.training.config import TrainConfig, differences
 from gss.training.distributed import World, gathered, joined, reshard
 from gss.training.folder import RunFolder, data_facts, data_stamps
 from gss.training.interrupt import Interrupt
-from gss.training.progress import Progress, matmul_rate, open_boards, perplexity
+from gss.training.progress import Progress, matmul_rate, open_trackers, perplexity
 from gss.training.step import Stepper, StepResult
 
 _VALIDATION = "valid"
@@ -131,15 +131,15 @@ class _Run:
     ) -> None:
         self.config, self.dataset, self.folder, self.world = config, dataset, folder, world
         self.validation = None
-        if dataset.folder and dataset.manifest and _VALIDATION in dataset.manifest.splits:
+        if _VALIDATION in dataset.manifest.splits:
             self.validation = open_dataset(dataset.folder, _VALIDATION, verify=False)
         self.batches = _batches(config, dataset)
         torch.manual_seed(config.seed)
         resuming = bool(checkpoint.checkpoints(folder.checkpoints))
         self.stepper = Stepper(start.first_model(config, dataset, resuming), config, world)
         self.step = 0
-        boards = open_boards(config, folder.path) if world.leads else []
-        self.progress = Progress(config.steps, boards, quiet or not world.leads)
+        trackers = open_trackers(config, folder.path) if world.leads else []
+        self.progress = Progress(config.steps, trackers, quiet or not world.leads)
         self._pending: list[StepResult] = []
         self._last_row: dict[str, Any] | None = None
         self._data_stamps = data_stamps(dataset)
@@ -249,8 +249,6 @@ class _Run:
     def _log(self, show: bool) -> None:
         """Fetch the results since the last call, stop if they are not finite, write them and show the last one."""
         pending, self._pending = self._pending, []
-        if not pending:
-            return
         numbers = torch.stack(
             [torch.stack([result.loss, result.gradient_norm, result.targets.to(result.loss)]) for result in pending]
         ).tolist()  # waits for the device

@@ -19,25 +19,25 @@ from gss.config import to_mapping
 from gss.training.config import TrainConfig
 
 
-class Board(NamedTuple):
+class Tracker(NamedTuple):
     """Receives the metrics of each step by name, until it is closed."""
 
     add: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
 
 
-def open_boards(config: TrainConfig, folder: Path) -> list[Board]:
-    """The boards that a run's settings enable."""
-    boards = []
+def open_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
+    """The trackers that a run's settings enable."""
+    trackers = []
     for name, opened in {"tensorboard": _tensorboard, "wandb": _wandb}.items():
         try:
-            boards += [opened(config, folder)] if getattr(config.report, name) else []
+            trackers += [opened(config, folder)] if getattr(config.report, name) else []
         except ImportError:
             raise ValueError(f"report.{name} needs the {name} package: pip install 'gss-lm[{name}]'") from None
-    return boards
+    return trackers
 
 
-def _tensorboard(config: TrainConfig, folder: Path) -> Board:
+def _tensorboard(config: TrainConfig, folder: Path) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
@@ -46,10 +46,10 @@ def _tensorboard(config: TrainConfig, folder: Path) -> Board:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Board(add, writer.close)
+    return Tracker(add, writer.close)
 
 
-def _wandb(config: TrainConfig, folder: Path) -> Board:
+def _wandb(config: TrainConfig, folder: Path) -> Tracker:
     """One W&B run per run folder, continued when training resumes. Account and server are wandb's own settings."""
     import wandb
 
@@ -61,20 +61,20 @@ def _wandb(config: TrainConfig, folder: Path) -> Board:
         dir=str(folder),
         config=to_mapping(config),
     )
-    return Board(lambda step, values: run.log(dict(values), step=step), run.finish)
+    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
 class Progress:
     """Shows rows of metrics. On a terminal the last one is updated in place, with the time left counting down."""
 
-    def __init__(self, steps: int, boards: Sequence[Board] = (), quiet: bool = False) -> None:
+    def __init__(self, steps: int, trackers: Sequence[Tracker] = (), quiet: bool = False) -> None:
         self._steps = steps
         self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._row: Mapping[str, Any] | None = None
         self._ends = 0.0
         self._began: tuple[int, float] | None = None
-        self._boards = boards
+        self._trackers = trackers
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal and not self._console.quiet:
@@ -85,8 +85,8 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
-        for board in self._boards:
-            board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))
@@ -114,8 +114,8 @@ class Progress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for board in self._boards:
-            board.add(step, values)
+        for tracker in self._trackers:
+            tracker.add(step, values)
 
 
 def training_line(row: Mapping[str, Any], steps: int, seconds_left: float, width: int | None = None) -> str:

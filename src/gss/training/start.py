@@ -56,7 +56,7 @@ def first_model(config: TrainConfig, dataset: Dataset, resuming: bool = False) -
 def _loaded(start: str, config: TrainConfig, dataset: Dataset) -> LanguageModel:
     """The trained model; refuses data with another vocabulary, and a config of another model."""
     lm = load(start, weights="fp32")
-    if dataset.manifest is not None and dataset.manifest.tokenizer["hash"] != lm.tokenizer.hash:
+    if dataset.manifest.tokenizer["hash"] != lm.tokenizer.hash:
         raise ValueError(
             f"{dataset.folder} was prepared with a different vocabulary from that of {start}: prepare the text again "
             f"with --tokenizer {start}"
