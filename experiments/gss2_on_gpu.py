@@ -116,7 +116,7 @@ def short_errors(batch: int, length: int) -> None:
     q, k, v = (t.unflatten(-1, (heads, -1)) for t in parts)
     normed = [torch.nn.functional.rms_norm(t, t.shape[-1:], eps=1e-6) for t in (q, k)]
     expected = [*(t * s for t, s in zip(normed, scale.chunk(2), strict=True)), v]
-    found = short.short_mix(*inputs, heads)
+    found = short.short_mix(*inputs, heads, "swish")
     weights = [torch.randn_like(t) for t in found]
     torch.autograd.backward(expected, [w.double() for w in weights])
     torch.autograd.backward(found, weights)
@@ -131,10 +131,10 @@ def short_errors(batch: int, length: int) -> None:
 
 def short_runs() -> tuple[Callable[[], object], Callable[[], object]]:
     x, taps, scale, _ = (t.detach() for t in short_inputs(*SHAPE[:2], torch.bfloat16))
-    grads = [torch.randn_like(t) for t in short.short_mix(x, taps, scale, None, SHAPE[2])]
+    grads = [torch.randn_like(t) for t in short.short_mix(x, taps, scale, None, SHAPE[2], "swish")]
     return (
-        lambda: short.short_mix(x, taps, scale, None, SHAPE[2]),
-        lambda: short.short_mix_backward(*grads, x, taps, scale, None),
+        lambda: short.short_mix(x, taps, scale, None, SHAPE[2], "swish"),
+        lambda: short.short_mix_backward(*grads, x, taps, scale, None, "swish"),
     )
 
 

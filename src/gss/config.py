@@ -98,6 +98,8 @@ class MatrixStateConfig(Checked):
     """D, values per head."""
     taps: int = limited(4, ge=1)
     """Tokens seen by the short convolution before the state space, including the current one."""
+    feature_map: str = chosen("swish", ACTIVATIONS)
+    """Activation of queries and keys after the short convolution; values have swish."""
     skip: float = 1.0
     """Initial skip weight d: how much of each value goes directly into its own output. A mode that decays over T tokens
     writes with weight √(2/T), so next to a skip of 1 distant tokens hardly count; 0 suits very slow modes."""

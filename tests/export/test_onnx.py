@@ -36,7 +36,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gss2": ("gss2-tiny", {}),
     "gss2, its window longer than a piece, QK-norm": (
         "gss2-tiny",
-        {"attention.sliding": 100, "attention.qk_norm": True, "matrix_state.taps": 2},
+        {
+            "attention.sliding": 100,
+            "attention.qk_norm": True,
+            "matrix_state.taps": 2,
+            "matrix_state.feature_map": "relu2",
+        },
     ),
     "attention over a short window": ("llama-tiny", {"attention.sliding": 16, "activation": "relu"}),
     "dss with one step for all channels": ("dss-tiny", {"state_space.step_range": None, "dss_mixers": 2}),

@@ -28,7 +28,10 @@ FAMILIES = {
     "transformer": {"attention.chunk": None},
     "llama": {"attention.heads": 1, "activation": "relu2"},
     "gss2": {"matrix_state": {"heads": 2, "value_width": 32, "taps": 3}, "state_space.modes": 8},
-    "gss2-one-tap": {"matrix_state": {"heads": 1, "value_width": 32, "taps": 1}, "state_space.modes": 8},
+    "gss2-one-tap": {
+        "matrix_state": {"heads": 1, "value_width": 32, "taps": 1, "feature_map": "relu2"},
+        "state_space.modes": 8,
+    },
     "slide-all": {"attention.sliding": 1, "activation": "relu", "feedforward": "plain"},
 }
 

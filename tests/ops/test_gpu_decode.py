@@ -50,7 +50,18 @@ CASES = {
     "three, hybrid, rms, no bias": (3, 3, {**HYBRID, "norm": "rmsnorm", "bias": False, "activation": "relu"}),
     "one, gss2 and hybrid": (1, 3, KEYED),
     "three, gss2 and hybrid": (3, 4, {**KEYED, "attention.qk_norm": False}),
-    "two, gss2": (2, 3, {**KEYED, "pattern": ("gss2",), "depth": 1, "bias": True, "zero_outputs": False}),
+    "two, gss2, relu2": (
+        2,
+        3,
+        {
+            **KEYED,
+            "pattern": ("gss2",),
+            "depth": 1,
+            "bias": True,
+            "zero_outputs": False,
+            "matrix_state": {"heads": 3, "value_width": 10, "feature_map": "relu2"},
+        },
+    ),
     "three, attention last": (3, 4, {**HYBRID, "pattern": ("gss", "attention"), "depth": 2}),
 }
 

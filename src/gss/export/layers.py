@@ -194,7 +194,7 @@ def _gss2(graph: Graph, layer: GSS2Layer, x: str, state: State, piece: Piece) ->
     seen = graph("Mul", graph("Gather", known, piece.windows(graph, layer.short.reach + 1)), taps)
     convolved = graph("ReduceSum", seen, graph.whole(1), keepdims=0)
     recent = graph("Slice", known, piece.count, graph.whole(1 << 60), graph.whole(0))
-    y, modes = _keyed(graph, layer, graph.activation(convolved, "swish"), state["modes"], piece)
+    y, modes = _keyed(graph, layer, convolved, state["modes"], piece)
     y = _unit(graph, y, layer.value.out_features // layer.state_space.heads)
     normal = graph.reshaped(graph.transposed(y, 1, 0, 2), 0, -1)  # [L, h·D]
     y = graph("Mul", graph("Mul", normal, graph.parameter(layer.output_scale)), graph.activation(gate, "swish"))
@@ -203,7 +203,8 @@ def _gss2(graph: Graph, layer: GSS2Layer, x: str, state: State, piece: Piece) ->
 
 
 def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> tuple[str, str]:
-    """[L, queries + keys + values] and S [h, 2N, D] → y [h, L, D] and the next S, as `ops.matrix_state` has a chunk.
+    """[L, queries + keys + values], not activated, and S [h, 2N, D] → y [h, L, D] and the next S, as
+    `ops.matrix_state` has a chunk.
 
     Queries and keys are turned from and to the middle of a piece of 64, so that no power overflows; then from the
     state before the piece, and to its end. What is turned is one array of queries and keys, [2h, L, 2N].
@@ -212,8 +213,8 @@ def _keyed(graph: Graph, layer: GSS2Layer, x: str, state: str, piece: Piece) -> 
     heads, modes, middle = space.heads, space.modes, LONGEST // 2
     split = graph.several("Split", 2, x, graph.whole(heads * 4 * modes, layer.value.out_features), axis=1)
     both, values = (
-        graph.transposed(graph.reshaped(part, 0, count, -1), 1, 0, 2)
-        for part, count in zip(split, (2 * heads, heads), strict=True)
+        graph.transposed(graph.reshaped(graph.activation(part, name), 0, count, -1), 1, 0, 2)
+        for part, count, name in zip(split, (2 * heads, heads), (layer.feature_map, "swish"), strict=True)
     )
     with torch.no_grad():
         rate = space.rate()  # [2, h, N]

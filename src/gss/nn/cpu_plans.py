@@ -106,14 +106,15 @@ class CompiledGSS2Plan(DecodePlan):
             _norm(layer.norm),
             *_matrices(layer.query, layer.key, layer.value, layer.gate, layer.output),
             _feedforward(layer.feedforward),
-            *(space.heads, space.modes, state["modes"].shape[-1], len(taps)),
+            *(space.heads, space.modes, state["modes"].shape[-1], len(taps), cpu.ACTIVATIONS[layer.feature_map]),
             *(taps, self._factor, self._energy, space.skip, layer.output_scale),
         )
 
     @staticmethod
     def fits(layer: GSS2Layer) -> bool:
         widths = (layer.value.out_features // layer.state_space.heads, layer.query.out_features)
-        return usable(layer, layer.feedforward.activation) and not any(width % _LANES for width in widths)
+        fits = not any(width % _LANES for width in widths)
+        return fits and usable(layer, layer.feedforward.activation, layer.feature_map)
 
     def step(self, x: Tensor) -> Tensor:
         length = x.shape[1]

@@ -207,6 +207,7 @@ class GSS2Plan(GPUPlan):
         self.norm, self.feedforward = norm_pair(layer.norm), FeedForwardPlan(layer.feedforward)
         self.projections = dense_pair(layer.query, layer.key, layer.value, layer.gate)
         self.output, self.taps = dense_pair(layer.output), layer.short.taps.detach().float()
+        self.feature_map = layer.feature_map
         self.heads, self.modes, self.values = space.heads, space.modes, layer.value.out_features // space.heads
         rate = space.rate()
         step = exponential(torch.complex(*rate))
@@ -233,7 +234,7 @@ class GSS2Plan(GPUPlan):
         decode_mixers.keyed_step[(stream.batch * self.heads,)](
             self._projected, self._recent, self.taps, self._modes, self.step, self.energy, self.skip, self.scale,
             self._gated, (2 * self.modes) ** -0.5, self.heads, self.modes, self.values, len(self.taps),
-            N_PAD=modes, D_PAD=values, **stream.launch() | {"num_warps": warps},
+            self.feature_map, N_PAD=modes, D_PAD=values, **stream.launch() | {"num_warps": warps},
         )  # fmt: skip
         stream.add(self._gated, self.output)
         self.feedforward.launch(stream)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gss.choices import ACTIVATIONS
 from gss.config import ModelConfig
 from gss.nn.context import Stretch, across_ranks, by_decay, by_recent
 from gss.nn.decoding import Block, DecodePlan, GPUPlan
@@ -35,6 +36,7 @@ class GSS2Layer(SequenceLayer):
         self.query, self.key = dense(config.width, keys, config), dense(config.width, keys, config)
         self.value, self.gate = dense(config.width, inner, config), dense(config.width, inner, config)
         self.short = ShortConvolution(2 * keys + inner, config.matrix_state.taps)
+        self.feature_map = config.matrix_state.feature_map
         self.state_space = KeyedStateSpace(config)
         self.output_scale = nn.Parameter(torch.ones(inner))
         self.output = dense(inner, config.width, config, last=True)
@@ -67,11 +69,18 @@ class GSS2Layer(SequenceLayer):
         if half is not None:
             from gss.ops.gpu import short
 
-            if len(self.short.taps) == short.TAPS:
+            if len(self.short.taps) == short.TAPS and self.feature_map in short.FEATURE_MAPS:
                 return self._mix_on_gpu(projected.to(half), state, keep_state)
         convolved, recent = self.short(projected, state, keep_state)
-        y, modes = self.state_space(F.silu(convolved), state and state["modes"], keep_state)
+        y, modes = self.state_space(self._activated(convolved), state and state["modes"], keep_state)
         return y, {"modes": modes, "recent": recent["recent"]} if keep_state else {}
+
+    def _activated(self, x: Tensor) -> Tensor:
+        """The feature map of queries and keys, and swish of values."""
+        if self.feature_map == "swish":
+            return F.silu(x)
+        keys, values = x.tensor_split([2 * self.query.out_features], dim=-1)
+        return torch.cat([ACTIVATIONS[self.feature_map](keys), F.silu(values)], dim=-1)
 
     def _mix_on_gpu(self, x: Tensor, state: LayerState | None, keep_state: bool) -> tuple[Tensor, LayerState]:
         """`mix` with GPU kernels."""
@@ -81,7 +90,8 @@ class GSS2Layer(SequenceLayer):
         recent, modes = (None, None) if state is None else (state["recent"], state["modes"])
         with torch.autocast(x.device.type, enabled=False):
             rate = space.rate()
-            queries, keys, values = short_mix(x, self.short.taps, space.scales(rate), recent, space.heads)
+            scales = space.scales(rate)
+            queries, keys, values = short_mix(x, self.short.taps, scales, recent, space.heads, self.feature_map)
             y, modes = matrix_state.scan(queries, keys, values, rate, modes, skip=space.skip)
         if not keep_state:
             return y, {}

@@ -74,7 +74,7 @@ struct gss2 {
     struct norm norm;
     struct matrix query, key, value, gate, output;
     struct feedforward feedforward;
-    int64_t heads, modes, values, taps;
+    int64_t heads, modes, values, taps, feature_map;
     const float *short_taps;    // [taps, queries + keys + values], the newest token's first
     const float *factor;        // [2, heads, modes]: e^λ
     const float *energy, *skip; // [heads, 2 · modes], [heads]
@@ -135,7 +135,7 @@ void gss2_layer(const struct gss2 *l, int64_t batch, int64_t length, int64_t at,
                 floats total = load(input + c) * load(l->short_taps + c);
                 for (int64_t k = 1; k <= before; k++)
                     total += load(input + c - k * channels) * load(l->short_taps + k * channels + c);
-                total = swish(total);
+                total = c < 2 * keys ? activated(l->feature_map, total) : swish(total);
                 memcpy(to + c, &total, sizeof total);
             }
         }

@@ -160,8 +160,10 @@ def attended_output_one(
 
 
 @triton.jit
-def _convolved(projected_at, recent_at, taps_at, channel, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """swish of the short convolution at these channels; the recent tokens [TAPS − 1, CHANNELS] move on by one."""
+def _convolved(
+    projected_at, recent_at, taps_at, channel, inside, CHANNELS: tl.constexpr, TAPS: tl.constexpr, MAP: tl.constexpr
+):  # fmt: skip
+    """φ of the short convolution at these channels; the recent tokens [TAPS − 1, CHANNELS] move on by one."""
     new = tl.load(projected_at + channel, mask=inside, other=0.0).to(tl.float32)
     y = new * tl.load(taps_at + channel, mask=inside, other=0.0)
     for back in tl.static_range(1, TAPS):
@@ -171,14 +173,14 @@ def _convolved(projected_at, recent_at, taps_at, channel, inside, CHANNELS: tl.c
         tl.debug_barrier()  # several warps may hold the same channel, and one of them writes over it
         tl.store(held_at, new, mask=inside)
         new = held
-    return activated(y, "swish")
+    return activated(y, MAP)
 
 
 @triton.jit
 def keyed_step(
     projected_at, recent_at, taps_at, state_at, step_at, energy_at, skip_at, scale_at, gated_at, query_scale,
     HEADS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TAPS: tl.constexpr,
-    N_PAD: tl.constexpr, D_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    MAP: tl.constexpr, N_PAD: tl.constexpr, D_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of a token's queries, keys, values and gates [B, h·(4N + 2D)]: the gated output [B, h·D]. All else moves on.
 
@@ -197,11 +199,11 @@ def keyed_step(
     projected = projected_at + row * (channels + HEADS * D)
     recent = recent_at + row * (TAPS - 1) * channels
     query, key = head * 2 * N + n, (HEADS + head) * 2 * N + n
-    q_re = _convolved(projected, recent, taps_at, query, modes, channels, TAPS)
-    q_im = _convolved(projected, recent, taps_at, query + N, modes, channels, TAPS)
-    k_re = _convolved(projected, recent, taps_at, key, modes, channels, TAPS)
-    k_im = _convolved(projected, recent, taps_at, key + N, modes, channels, TAPS)
-    v = _convolved(projected, recent, taps_at, HEADS * 4 * N + head * D + d, values, channels, TAPS)
+    q_re = _convolved(projected, recent, taps_at, query, modes, channels, TAPS, MAP)
+    q_im = _convolved(projected, recent, taps_at, query + N, modes, channels, TAPS, MAP)
+    k_re = _convolved(projected, recent, taps_at, key, modes, channels, TAPS, MAP)
+    k_im = _convolved(projected, recent, taps_at, key + N, modes, channels, TAPS, MAP)
+    v = _convolved(projected, recent, taps_at, HEADS * 4 * N + head * D + d, values, channels, TAPS, "swish")
     gate = tl.load(projected + channels + head * D + d, mask=values, other=0.0).to(tl.float32)
     of_query = query_scale * tl.rsqrt(tl.sum(q_re * q_re + q_im * q_im, 0) / (2 * N) + 1e-6)
     of_key = energy * tl.rsqrt(tl.sum(k_re * k_re + k_im * k_im, 0) / (2 * N) + 1e-6)

@@ -1,7 +1,7 @@
 """A short convolution and everything after it up to the matrix state, in one pass: the fast path of `gss.nn.gss2`.
 
 For x [B, L, h·2N + h·2N + h·D], the queries, keys and values of a layer side by side,
-    u_t = Σ_k w_k ∗ x_{t−k},   a = silu(u),   q and k = scale ∗ a / rms(a) by head,   v = a,
+    u_t = Σ_k w_k ∗ x_{t−k},   a = φ(u),   q and k = scale ∗ a / rms(a) by head,   v = silu(u),
 in three tensors, as the matrix state reads them and as it returns their gradients. These are only a few operations per
 number, so the cost is reading and writing: x once and the three once, and in the backward pass x, their gradients and
 its own. The intermediate u and a are recomputed.
@@ -20,6 +20,8 @@ from torch import Tensor
 from gss.ops import fast
 
 TAPS, EPSILON = 4, 1e-6
+FEATURE_MAPS = ("swish", "relu2")
+"""What φ may be."""
 STRETCH = 64
 """Tokens of a stretch, a multiple of 4."""
 FORWARD = {"ROWS": 8, "num_warps": 4}
@@ -28,7 +30,7 @@ BACKWARD = {"ROWS": 8, "num_warps": 4}
 
 @fast.operation("gss::short_mix")
 def short_mix(
-    x: Tensor, taps: Tensor, scale: Tensor, recent: Tensor | None, heads: int
+    x: Tensor, taps: Tensor, scale: Tensor, recent: Tensor | None, heads: int, feature_map: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, L, channels] after `recent` [B, 3, channels] (None: zeros), taps [4, channels], the newest token's first,
     and scale [2h, 2N] → queries and keys [B, L, h, 2N] and values [B, L, h, D].
@@ -38,7 +40,7 @@ def short_mix(
     sizes = _sizes(x, scale, heads)
     recent = None if recent is None else recent.contiguous()
     _forward_kernel[_grid(x, sizes, FORWARD)](
-        x, taps.contiguous(), scale.contiguous(), recent, *out, x.shape[1], **sizes, **FORWARD
+        x, taps.contiguous(), scale.contiguous(), recent, *out, x.shape[1], **sizes, **FORWARD, MAP=feature_map
     )
     return out[0], out[1], out[2]
 
@@ -46,7 +48,7 @@ def short_mix(
 @fast.operation("gss::short_mix_backward")
 def short_mix_backward(
     by_queries: Tensor, by_keys: Tensor, by_values: Tensor, x: Tensor, taps: Tensor, scale: Tensor,
-    recent: Tensor | None,
+    recent: Tensor | None, feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients with respect to x, taps and scale, the two in float32, and the tokens before."""
     grads = [t.contiguous() for t in (by_queries, by_keys, by_values)]
@@ -59,20 +61,20 @@ def short_mix_backward(
     partial = torch.empty(batch * grid[1], TAPS + 1, channels, device=x.device)
     _backward_kernel[grid](
         x, taps.contiguous(), scale.contiguous(), None if recent is None else recent.contiguous(), *grads,
-        by_x, by_recent, partial, x.shape[1], **sizes, **BACKWARD,
+        by_x, by_recent, partial, x.shape[1], **sizes, **BACKWARD, MAP=feature_map,
     )  # fmt: skip
     total = partial.sum(0)
     return by_x, total[:TAPS].clone(), total[TAPS, : scale.numel()].view(scale.shape).clone(), by_recent
 
 
 @short_mix.register_fake
-def _(x, taps, scale, recent, heads):
+def _(x, taps, scale, recent, heads, feature_map):
     queries, keys, values = (x.new_empty(shape) for shape in _shapes(x, scale, heads))
     return queries, keys, values
 
 
 @short_mix_backward.register_fake
-def _(by_queries, by_keys, by_values, x, taps, scale, recent):
+def _(by_queries, by_keys, by_values, x, taps, scale, recent, feature_map):
     precise = {"dtype": torch.float32}
     by_recent = x.new_empty(x.shape[0], TAPS - 1, x.shape[2], **precise)
     return (
@@ -85,13 +87,14 @@ def _(by_queries, by_keys, by_values, x, taps, scale, recent):
 
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
+    ctx.feature_map = inputs[5]
 
 
 def _backward(ctx, *grads):
     x, taps, scale, recent = ctx.saved_tensors
-    by_x, by_taps, by_scale, by_recent = short_mix_backward(*grads, x, taps, scale, recent)
+    by_x, by_taps, by_scale, by_recent = short_mix_backward(*grads, x, taps, scale, recent, ctx.feature_map)
     before = None if recent is None else by_recent.to(recent.dtype)
-    return by_x, by_taps.to(taps.dtype), by_scale.to(scale.dtype), before, None
+    return by_x, by_taps.to(taps.dtype), by_scale.to(scale.dtype), before, None, None
 
 
 short_mix.register_autograd(_backward, setup_context=_save)
@@ -162,13 +165,18 @@ def _weights(taps, exists, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _activated(x0, x1, x2, x3, w0, w1, w2, w3, normed, WIDTH: tl.constexpr, EPSILON: tl.constexpr):
-    """u, its sigmoid, 1 / rms(a) [ROWS, 1] and a / rms(a)."""
+def _activated(
+    x0, x1, x2, x3, w0, w1, w2, w3, normed, WIDTH: tl.constexpr, EPSILON: tl.constexpr, MAP: tl.constexpr
+):  # fmt: skip
+    """The slope of a at u, 1 / rms(a) [ROWS, 1] and a / rms(a)."""
     u = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
     s = 1.0 / (1.0 + tl.exp(-u))
-    a = u * s
+    a, slope = u * s, s + u * s * (1.0 - s)
+    if MAP == "relu2":
+        positive = tl.maximum(u, 0.0)
+        a, slope = tl.where(normed, positive * positive, a), tl.where(normed, 2.0 * positive, slope)
     inverse = tl.where(normed, tl.rsqrt(tl.sum(a * a, 1) * (1.0 / WIDTH) + EPSILON), 1.0)[:, None]
-    return u, s, inverse, a * inverse
+    return slope, inverse, a * inverse
 
 
 @triton.jit
@@ -181,7 +189,7 @@ def _store(x, token, live, row, exists, out):
 def _forward_kernel(
     x, taps, scale, recent, queries, keys, values, length,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, STRETCH: tl.constexpr,
-    ROWS: tl.constexpr, EPSILON: tl.constexpr = EPSILON,
+    ROWS: tl.constexpr, MAP: tl.constexpr, EPSILON: tl.constexpr = EPSILON,
 ):  # fmt: skip
     normed, column, inside, row, exists = _place(CHANNELS, HEADS, WIDTH, BC)
     batch = tl.program_id(2).to(tl.int64)
@@ -201,10 +209,10 @@ def _forward_kernel(
         x1 = _load(x + c, token + 1, length, CHANNELS, exists)
         x2 = _load(x + c, token + 2, length, CHANNELS, exists)
         x3 = _load(x + c, token + 3, length, CHANNELS, exists)
-        _, _, _, y0 = _activated(x0, p1, p2, p3, w0, w1, w2, w3, normed, WIDTH, EPSILON)
-        _, _, _, y1 = _activated(x1, x0, p1, p2, w0, w1, w2, w3, normed, WIDTH, EPSILON)
-        _, _, _, y2 = _activated(x2, x1, x0, p1, w0, w1, w2, w3, normed, WIDTH, EPSILON)
-        _, _, _, y3 = _activated(x3, x2, x1, x0, w0, w1, w2, w3, normed, WIDTH, EPSILON)
+        _, _, y0 = _activated(x0, p1, p2, p3, w0, w1, w2, w3, normed, WIDTH, EPSILON, MAP)
+        _, _, y1 = _activated(x1, x0, p1, p2, w0, w1, w2, w3, normed, WIDTH, EPSILON, MAP)
+        _, _, y2 = _activated(x2, x1, x0, p1, w0, w1, w2, w3, normed, WIDTH, EPSILON, MAP)
+        _, _, y3 = _activated(x3, x2, x1, x0, w0, w1, w2, w3, normed, WIDTH, EPSILON, MAP)
         _store(y + c, token, token < length, row, exists, y0 * factor)
         _store(y + c, token + 1, token + 1 < length, row, exists, y1 * factor)
         _store(y + c, token + 2, token + 2 < length, row, exists, y2 * factor)
@@ -214,20 +222,21 @@ def _forward_kernel(
 
 @triton.jit
 def _by_convolved(
-    x0, x1, x2, x3, grad, w0, w1, w2, w3, factor, normed, WIDTH: tl.constexpr, EPSILON: tl.constexpr
+    x0, x1, x2, x3, grad, w0, w1, w2, w3, factor, normed, WIDTH: tl.constexpr, EPSILON: tl.constexpr,
+    MAP: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to u, and the scale's part."""
-    u, s, inverse, hat = _activated(x0, x1, x2, x3, w0, w1, w2, w3, normed, WIDTH, EPSILON)
+    slope, inverse, hat = _activated(x0, x1, x2, x3, w0, w1, w2, w3, normed, WIDTH, EPSILON, MAP)
     by_hat = grad * factor
     along = tl.where(normed, tl.sum(by_hat * hat, 1) * (1.0 / WIDTH), 0.0)[:, None]
-    return inverse * (by_hat - hat * along) * (s + u * s * (1.0 - s)), grad * hat
+    return inverse * (by_hat - hat * along) * slope, grad * hat
 
 
 @triton.jit
 def _backward_kernel(
     x, taps, scale, recent, queries, keys, values, by_x, by_recent, partial, length,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, STRETCH: tl.constexpr,
-    ROWS: tl.constexpr, EPSILON: tl.constexpr = EPSILON,
+    ROWS: tl.constexpr, MAP: tl.constexpr, EPSILON: tl.constexpr = EPSILON,
 ):  # fmt: skip
     """With the gradients of queries, keys and values in their places."""
     normed, column, inside, row, exists = _place(CHANNELS, HEADS, WIDTH, BC)
@@ -257,10 +266,10 @@ def _backward_kernel(
         g1 = _load(grad + c, token + 1, length, row, exists)
         g2 = _load(grad + c, token + 2, length, row, exists)
         g3 = _load(grad + c, token + 3, length, row, exists)
-        e0, f0 = _by_convolved(x0, p1, p2, p3, g0, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON)
-        e1, f1 = _by_convolved(x1, x0, p1, p2, g1, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON)
-        e2, f2 = _by_convolved(x2, x1, x0, p1, g2, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON)
-        e3, f3 = _by_convolved(x3, x2, x1, x0, g3, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON)
+        e0, f0 = _by_convolved(x0, p1, p2, p3, g0, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON, MAP)
+        e1, f1 = _by_convolved(x1, x0, p1, p2, g1, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON, MAP)
+        e2, f2 = _by_convolved(x2, x1, x0, p1, g2, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON, MAP)
+        e3, f3 = _by_convolved(x3, x2, x1, x0, g3, w0, w1, w2, w3, factor, normed, WIDTH, EPSILON, MAP)
         if t < STRETCH:
             s0 += e0 * x0 + e1 * x1 + e2 * x2 + e3 * x3
             s1 += e0 * p1 + e1 * x0 + e2 * x1 + e3 * x2
