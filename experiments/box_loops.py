@@ -126,9 +126,7 @@ def repeats(text: Text, order: int) -> list[int]:
 
 def unlikelihood(model: LanguageModel, texts: Sequence[Text], order: int, precision: str) -> tuple[Tensor, float]:
     """The sum of −log(1 − p) over repeats, for each token that the model wrote, and the share of them that repeat."""
-    size = (
-        64 * math.ceil((LONGEST + TOKENS) / 64) + 1
-    )  # one shape for all steps, in whole blocks but for the last token
+    size = 64 * math.ceil((LONGEST + TOKENS) / 64) + 1  # one shape for all steps, in whole chunks of inputs
     tokens = torch.zeros(len(texts), size, dtype=torch.int64)
     marked = torch.zeros(len(texts), size, dtype=torch.bool)
     for row, text in enumerate(texts):
