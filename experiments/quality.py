@@ -110,6 +110,7 @@ def measure(
         own = peer + own
     recipe = dict(setting.split("=", 1) for setting in (*(f"{k}={v}" for k, v in RECIPE.items()), *changes, *own))
     held_out = open_dataset(corpus, "valid")
+    # Not by all settings, which can be longer than a file name may be.
     folder = work / f"{corpus.name}-{name}-{zlib.crc32(system.encode()):08x}"
     config = resolve(name, None, [f"{key}={value}" for key, value in recipe.items()], held_out.vocab_size)
     with in_turn(work, until - _SCORING_SECONDS - (_PROBING_SECONDS if probed else 0)):
